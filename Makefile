@@ -1,0 +1,57 @@
+# make train | test | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
+# Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+USABLE = import sys; sys.exit(sys.version_info < (3, 11))
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test bench lint clean
+
+help:
+	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
+	@echo "make test    run the quick tests"
+	@echo "make bench   print the benchmark tables"
+	@echo "make lint    check the style"
+	@echo "make clean   remove .venv and caches (runs/ stays)"
+
+train: install
+	@$(PY) -m train task=pretrain experiment=demo $(ARGS)
+
+test: install
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+bench: install
+	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+lint: install
+	@$(PY) -m ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+
+install: $(STAMP)
+
+# torch goes first: packages that look for it while they build or resolve then find the pinned one.
+# DS_BUILD_OPS=0: DeepSpeed compiles no native operator, so no compiler is needed.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; python=""; \
+	for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13 python; do \
+	  if $$candidate -c "$(USABLE)" >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: Python 3.11 or newer is needed, found: $$(python3 --version 2>&1 || echo none)." >&2; \
+	  echo "       Install one and name it if it is not on the path: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
+	fi; \
+	if ! $$python -c "import ensurepip, venv" >/dev/null 2>&1; then \
+	  echo "error: $$python has no venv module; install your system's venv package for it (for example python3-venv)." >&2; \
+	  exit 1; \
+	fi; \
+	if [ ! -x $(PY) ] || ! $(PY) -c "$(USABLE)" >/dev/null 2>&1; then \
+	  echo "Creating $(VENV) with $$($$python --version)"; $$python -m venv --clear $(VENV); \
+	fi
+	@echo "Installing into $(VENV) (a few minutes the first time, nothing afterwards)"
+	@$(PY) -m pip install --quiet -c constraints.txt torch
+	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
