@@ -1,0 +1,39 @@
+"""``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
+
+Exit codes: 0 complete; 2 configuration or input refused; 3 stopped on a non-finite number; 75 interrupted, state saved: run
+the same command again to continue.
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from train import config, pretrain
+from train.loop import Interrupted, NonFiniteError
+
+TASKS = {"pretrain": pretrain.run}
+
+
+@hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")
+def main(raw: DictConfig) -> None:
+    """Run one task; problems a user can mend end in a message, not in a traceback."""
+    try:
+        checked = config.parse(raw)
+        TASKS[checked.task.kind](checked)
+    except NonFiniteError as error:
+        fail(3, error)
+    except Interrupted as error:
+        fail(75, error)
+    except ValueError as error:
+        fail(2, error)
+
+
+def fail(code: int, error: Exception) -> None:
+    print(f"error: {error}" if code != 75 else error, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = config.open_overrides(sys.argv[1:])
+    main()

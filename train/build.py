@@ -1,0 +1,105 @@
+"""Configuration -> tokenizer, data, model, optimizer: every object of a run is made here, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from data import build_loaders, load_tokenizer, special_ids
+from model import ModelConfig, build_model
+from model.engram import build_token_map
+from optim import Optimizer, assign
+from train.config import Config, ConfigError, problem
+from train.recipe import adamw_rules, report_rules
+
+
+@dataclass
+class Run:
+    """The objects of a run."""
+
+    config: Config
+    device: torch.device
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    model: torch.nn.Module
+    optimizer: Optimizer
+    train_batches: Any
+    valid_batches: Any
+    notes: list[str]  # what was decided here, for the log
+
+
+def build(config: Config) -> Run:
+    """Make everything a run needs.
+
+    Raises:
+        ConfigError: tokenizer and model do not fit.
+        ValueError: the data cannot be read (with file, line and reason), or the rules miss a parameter.
+    """
+    torch.manual_seed(config.seed)
+    device = pick_device(config.parallel.device)
+    tokenizer = load_tokenizer(config.data)
+    model_config, token_map, notes = fit_to_tokenizer(ModelConfig.from_dict(config.model), tokenizer)
+    vision = None if model_config.vision is None else dataclasses.asdict(model_config.vision)
+    train_batches, valid_batches = build_loaders(
+        config.data,
+        tokenizer,
+        seq_len=config.task.seq_len,
+        batch_size=config.task.micro_batch,
+        seed=config.seed,
+        vision=vision,
+    )
+    model = build_model(model_config, runtime=config.runtime, token_map=token_map, seed=config.seed, device=device)
+    optimizer = build_optimizer(config, model_config, model)
+    notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
+    return Run(config, device, tokenizer, model_config, model, optimizer, train_batches, valid_batches, notes)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device if there is one, else the CPU."""
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:
+    """The model configuration with the tokenizer's special ids and Engram vocabulary, the Engram token map, and what changed.
+
+    The tokenizer decides these numbers: a tokenizer trained on the run's own text has others than the released one.
+    """
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > config.text.vocab_size:
+        raise ConfigError([
+            problem(
+                "model.text_config.vocab_size", config.text.vocab_size, f"the tokenizer has {size} entries", f"Set it to {size}"
+            )
+        ])  # fmt: skip
+    ids = special_ids(tokenizer)
+    found = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    changes = {key: value for key, value in found.items() if value is not None}
+    text_changes: dict[str, Any] = {**changes, "engram_pad_token_id": ids.pad}
+    token_map = None
+    if config.text.engram_layer_ids:
+        token_map = build_token_map(tokenizer)
+        text_changes["engram_compressed_vocab_size"] = int(token_map.max()) + 1
+    if ids.image is not None:
+        changes["image_token_id"] = ids.image
+    fitted = dataclasses.replace(config, text=dataclasses.replace(config.text, **text_changes), **changes)
+    notes = _changed("model.text_config", config.text, fitted.text, text_changes) + _changed("model", config, fitted, changes)
+    return fitted, token_map, notes
+
+
+def build_optimizer(config: Config, model_config: ModelConfig, model: torch.nn.Module) -> Optimizer:
+    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/recipe.py``)."""
+    optim = config.optim
+    if optim.rules == "report":
+        rules = report_rules(model_config, per_head=optim.per_head, tables=optim.tables)
+    else:
+        rules = adamw_rules(model_config)
+    return Optimizer(assign(model.named_parameters(), rules), optim.settings)
+
+
+def _changed(section: str, before: Any, after: Any, keys: dict[str, Any]) -> list[str]:
+    pairs = [(key, getattr(before, key), getattr(after, key)) for key in keys]
+    return [f"{section}.{key}: {new} from the tokenizer (was {old})" for key, old, new in pairs if old != new]

@@ -1,0 +1,329 @@
+"""Configuration of a run: typed, checked as a whole before anything is built.
+
+The values live in ``conf/`` (YAML, composed by Hydra); the dataclasses here hold only names, types and rules. Sections that another package defines
+are used as they are: ``runtime`` is ``model.Runtime``, ``data`` is ``data.DataConfig``, ``optim.schedule`` and ``optim.settings``
+are those of ``optim``. The ``model`` section is a released-style ``config.json`` and is checked by ``model.ModelConfig``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from data import DataConfig
+from model import ModelConfig, Runtime
+from optim import Schedule, Settings
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0)]
+
+
+@dataclass(config=STRICT, frozen=True)
+class TaskConfig:
+    """What is trained on, how much of it, and how a step is cut into forward passes."""
+
+    kind: Literal["pretrain"]
+    tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
+    seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
+    micro_batch: Positive  # rows in one forward pass
+    accumulation: Positive  # forward passes in one optimizer step
+    eval_every: Positive  # optimizer steps between evaluations; first and last state are always evaluated
+    eval_batches: Positive  # held-out micro-batches in one evaluation
+    sample_prompt: str  # continued once the run is complete
+    sample_tokens: NonNegative
+    sample_temperature: Rate  # 0 = greedy
+
+
+@dataclass(config=STRICT, frozen=True)
+class OptimConfig:
+    """Which method updates which parameter, how fast, and what surrounds the update."""
+
+    rules: Literal["adamw", "report"]  # the table in train/recipe.py
+    per_head: bool  # report only: orthogonalise wq_b and the vision wqkv head by head
+    tables: Literal["sinkhorn", "adamw"]  # report only: method of embedding, head and Engram tables
+    schedule: Schedule  # lengths in tokens
+    settings: Settings  # hyper-parameters of the methods
+    clip: Annotated[float, Field(gt=0)]  # global gradient norm
+    balance_rate: Rate  # step of the router biases
+
+
+@dataclass(config=STRICT, frozen=True)
+class CheckpointConfig:
+    """When the run state is written and how many of them stay."""
+
+    every: Positive  # optimizer steps
+    keep: Positive
+
+
+@dataclass(config=STRICT, frozen=True)
+class ParallelConfig:
+    """Where and in which arithmetic the model runs."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
+
+
+@dataclass(config=STRICT, frozen=True)
+class LoggerConfig:
+    """Where the numbers go besides ``train.log`` and ``metrics.jsonl``."""
+
+    progress: bool  # bar, shown on a terminal only
+    wandb: bool
+    wandb_project: str
+
+
+@dataclass(config=STRICT, frozen=True)
+class Config:
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    output: str  # run directories are made in here
+    seed: NonNegative
+    task: TaskConfig
+    model: dict[str, Any]
+    runtime: Runtime
+    optim: OptimConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+    logger: LoggerConfig
+
+    @property
+    def run_dir(self) -> Path:
+        """The one directory this run writes to; the same configuration finds it again and resumes."""
+        return Path(self.output) / self.name
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def problem(key: str, value: object, rule: str, remedy: str) -> str:
+    """One line of a ``ConfigError``."""
+    return f"{key} = {_shown(value)}: {rule}. {remedy}"
+
+
+def open_overrides(arguments: list[str]) -> list[str]:
+    """Let Hydra accept ``key=value`` for any key, so that unknown keys reach ``parse`` and are reported with all the rest.
+
+    Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags pass unchanged.
+    """
+    groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
+
+    def is_value(argument: str) -> bool:
+        key, equals, _ = argument.partition("=")
+        return bool(equals) and key[:1].isalpha() and key.split("@")[0] not in groups
+
+    return [f"++{argument}" if is_value(argument) else argument for argument in arguments]
+
+
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
+    """The typed configuration of a composed tree.
+
+    Raises:
+        ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        raise ConfigError([f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]) from None
+    config, problems, bad_keys = _convert(tree)
+    if config is not None:
+        problems += [text for keys, text in _cross_checks(config) if not keys & bad_keys]
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    return config
+
+
+def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
+    """Typed configuration, problems, and the keys that have one.
+
+    When single values are wrong they are set aside and the rest is converted again, so that the rules between keys are checked
+    in the same pass; the configuration returned is then good for checking only.
+    """
+    adapter = TypeAdapter(Config)
+    try:
+        return adapter.validate_json(json.dumps(tree), strict=True), [], set()
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    problems, bad_keys = [], set()
+    for entry in errors:
+        path = [str(part) for part in entry["loc"]]
+        bad_keys.add(".".join(path))
+        problems.append(_describe(path, entry, tree))
+    return _salvage(adapter, tree, errors), problems, bad_keys
+
+
+def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
+    """``tree`` with each wrong value replaced by the one in ``conf/`` (or dropped), or None where that does not help."""
+    repaired, reference = json.loads(json.dumps(tree)), _reference()
+    for entry in errors:
+        node, fallback = repaired, reference
+        *parents, leaf = entry["loc"]
+        for part in parents:
+            node = node[part] if isinstance(node, list) or part in node else {}
+            fallback = fallback.get(part, {}) if isinstance(fallback, dict) else {}
+        if isinstance(node, list):
+            return None
+        node.pop(leaf, None)
+        if isinstance(fallback, dict) and leaf in fallback:
+            node[leaf] = fallback[leaf]
+    try:
+        return adapter.validate_json(json.dumps(repaired), strict=True)
+    except ValidationError:
+        return None
+
+
+def _describe(path: list[str], entry: dict[str, Any], tree: dict[str, Any]) -> str:
+    key = ".".join(path)
+    if entry["type"] == "unexpected_keyword_argument":
+        known = _known_keys(path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        section = ".".join(path[:-1]) or "the top level"
+        remedy = f"Did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"Known in {section}: {', '.join(known)}"
+        return problem(key, entry["input"], "no such key", remedy)
+    if entry["type"] in ("missing", "missing_argument"):
+        return f"{key} is missing. Give it a value: {key}=..."
+    if entry["input"] == "???":
+        return f"{key} has no value yet. Give it one: {key}=..."
+    rule = entry["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    return problem(key, entry["input"], rule.rstrip("."), "Correct the value")
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    """Field names of the section at ``path``."""
+    schema = TypeAdapter(Config).json_schema()
+    node = schema
+    for part in path:
+        node = node.get("properties", {}).get(part, {})
+        reference = node.get("$ref") or next((option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None)
+        node = schema["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
+    return list(node.get("properties", {}))
+
+
+def _reference() -> dict[str, Any]:
+    """The plain default configuration: stands in for wrong values while the other rules are checked."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    if GlobalHydra.instance().is_initialized():
+        return OmegaConf.to_container(compose("train"), resolve=True)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return OmegaConf.to_container(compose("train"), resolve=True)
+
+
+def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
+    """Rules between keys: (keys involved, problem)."""
+    yield from _model_checks(config)
+    for text in config.data.problems():
+        yield {"data"}, text if text.startswith("data.") else f"data.{text}"
+    task, parallel = config.task, config.parallel
+    if parallel.device == "cuda" and not torch.cuda.is_available():
+        yield (
+            {"parallel.device"},
+            problem("parallel.device", "cuda", "no CUDA device is present", "Use parallel.device=auto or cpu"),
+        )
+
+
+def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
+    known = {*ModelConfig().to_dict(), "vision_config", "quantization_config"}
+    for key in config.model.keys() - known:
+        close = difflib.get_close_matches(key, known, n=1) or [f"text_config.{key}"]
+        yield {"model"}, problem(f"model.{key}", config.model[key], "no such key", f"Did you mean model.{close[0]}?")
+    try:
+        text = ModelConfig.from_dict(config.model).text
+    except ValueError as error:
+        for line in str(error).splitlines()[1:] or [str(error)]:
+            yield {"model"}, f"model.{line.strip()}"
+        return
+    if config.task.seq_len > text.max_position_embeddings:
+        yield (
+            {"task.seq_len"},
+            problem(
+                "task.seq_len",
+                config.task.seq_len,
+                f"longer than model.text_config.max_position_embeddings = {text.max_position_embeddings}",
+                "Shorten the rows or raise max_position_embeddings",
+            ),
+        )
+    if config.data.tokenizer == "train" and config.data.vocab_size > text.vocab_size:
+        yield (
+            {"data.vocab_size"},
+            problem(
+                "data.vocab_size",
+                config.data.vocab_size,
+                f"more entries than model.text_config.vocab_size = {text.vocab_size}",
+                "Make them equal",
+            ),
+        )
+
+
+# Changing these on an existing run directory keeps every saved number meaningful; anything else would not continue that run.
+CHANGEABLE = (
+    "task.tokens", "task.eval_every", "task.sample_", "checkpoint.", "logger.", "output", "parallel.device", "runtime.recompute",
+    "optim.schedule.", "optim.settings.", "optim.clip", "optim.balance_rate",
+)  # fmt: skip
+
+
+def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
+    """Keys whose value in a saved configuration differs from ``config``: (key, saved value, new value)."""
+    old, new = dict(flatten(saved)), dict(flatten(to_dict(config)))
+    return [(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+
+
+def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Changes to report when the run in ``config.run_dir`` continues under ``config``.
+
+    Raises:
+        ConfigError: naming every key whose change would not continue that run but make another one.
+    """
+    changed = differences(saved, config)
+    shown = {key: f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed}
+    fatal = [
+        f"{text}: the run in {config.run_dir} was trained with the first value and cannot continue with the second. "
+        f"Restore it, or start another run with name=..."
+        for key, text in shown.items()
+        if not key.startswith(CHANGEABLE)
+    ]
+    if fatal:
+        raise ConfigError(fatal)
+    return list(shown.values())
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain containers, as ``config.yaml`` stores them."""
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf) pairs of nested mappings; a list is a leaf."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def _shown(value: object, limit: int = 80) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

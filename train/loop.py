@@ -1,0 +1,228 @@
+"""The training loop. Read ``train_step`` first: it is the whole of an optimizer step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from optim import clip_, load_statistics, update_router_biases_
+from train import checkpoint
+from train.build import Run
+from train.checkpoint import State
+from train.metrics import Reporter, memory_gib
+
+Batch = dict[str, torch.Tensor]
+MODALITIES = ("text", "image")
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the step was not applied."""
+
+
+class Interrupted(Exception):
+    """The process was asked to stop; the run state is saved."""
+
+
+def train_step(run: Run, batches: list[Batch], step: int, tokens: int) -> dict[str, Any]:
+    """One optimizer step over the micro-batches of ``batches``: exactly the step that one batch of all their rows would make.
+
+    Every loss is divided by the totals of the whole step, so that the gradients of the micro-batches simply add up. The router
+    biases move once, after the update, by the expert load of the whole step.
+
+    Args:
+        step, tokens: done before this step; they place it on the schedule.
+
+    Raises:
+        NonFiniteError: before anything is updated.
+    """
+    model, optimizer, optim = run.model, run.optimizer, run.config.optim
+    lr = optim.schedule.lr(step, tokens)
+    optimizer.set_lr(lr, optim.schedule.factors(tokens))
+    totals = _sum(model.totals(**batch) for batch in batches)
+    sums: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        with precision(run):
+            losses = model.losses(**batch, totals=totals)
+        losses.total.backward()
+        for name, value in _loss_sums(losses).items():
+            sums[name] = sums[name] + value if name in sums else value
+    norm = clip_(optimizer.active_parameters(), optim.clip)
+    check_finite(sums["total"], norm, step + 1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    update_router_biases_(model.balance_buffers(), sums["expert_load"], optim.balance_rate)
+    return {"lr": lr, "grad_norm": norm, "real": totals.real, **sums}
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, Any]:
+    """Cross-entropy on the first ``task.eval_batches`` held-out batches: nats per token and bits per byte. Changes no state."""
+    started = time.perf_counter()
+    nats, targets = 0.0, 0
+    for batch in itertools.islice(iter(run.valid_batches), run.config.task.eval_batches):
+        batch = to_device(batch, run.device)
+        with precision(run):
+            losses = run.model.losses(**batch, totals=run.model.totals(**batch))
+        nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
+    loss = nats / targets
+    return {
+        "loss": loss,
+        "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
+        "targets": targets,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def train(run: Run, state: State, report: Reporter) -> None:
+    """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
+
+    Raises:
+        Interrupted: after saving, on SIGTERM or Ctrl-C.
+        NonFiniteError: the last saved state is the one before.
+    """
+    task, saving = run.config.task, run.config.checkpoint
+    batches = iter(run.train_batches)
+    with stop_signals() as received:
+        if state.first_valid is None:
+            state.first_valid = state.last_valid = _report_evaluation(run, state, report)
+        while state.tokens < task.tokens and not received:
+            started = time.perf_counter()
+            micro_batches = [to_device(next(batches), run.device) for _ in range(task.accumulation)]
+            waited = time.perf_counter() - started
+            numbers = train_step(run, micro_batches, state.step, state.tokens)
+            _advance(run, state, report, numbers, waited, started)
+            done = state.tokens >= task.tokens
+            if done or state.step % task.eval_every == 0:
+                state.last_valid = _report_evaluation(run, state, report)
+            if done or state.step % saving.every == 0:
+                save(run, state)
+        if state.tokens < task.tokens:
+            where = f"state saved in {save(run, state)}" if state.step else "nothing trained yet"
+            raise Interrupted(f"Stopped by {received[0]} after step {state.step}, {where}. Run the same command to continue.")
+
+
+def save(run: Run, state: State) -> Path:
+    """Write the run state."""
+    return checkpoint.save(
+        run.config.run_dir / "checkpoints",
+        state,
+        model=run.model,
+        optimizer=run.optimizer,
+        data=run.train_batches.state_dict(),
+        model_config=run.model_config.to_dict(),
+        keep=run.config.checkpoint.keep,
+    )
+
+
+def resume(run: Run, folder: Path) -> State:
+    """Continue from a checkpoint of this run."""
+    return checkpoint.load(
+        folder,
+        model=run.model,
+        optimizer=run.optimizer,
+        set_data=run.train_batches.load_state_dict,
+        model_config=run.model_config.to_dict(),
+    )
+
+
+def precision(run: Run) -> torch.autocast:
+    """bf16 autocast over fp32 parameters, or nothing."""
+    return torch.autocast(run.device.type, torch.bfloat16, enabled=run.config.parallel.precision == "bf16")
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch where the model is."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
+    """Raise ``NonFiniteError`` naming what is not a finite number. Call it before the update."""
+    for name, value in (("loss", float(loss)), ("gradient norm", float(norm))):
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"the {name} is {value} at step {step}; the update was not applied and nothing was saved after the last checkpoint. "
+                "Lower optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run the same command"
+            )
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list that receives the name of SIGTERM or SIGINT. A second signal acts as usual, at once."""
+    received: list[str] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+def _sum(items: Iterator[Any]) -> Any:
+    total = next(items)
+    for item in items:
+        total = total + item
+    return total
+
+
+def _loss_sums(losses: Any) -> dict[str, torch.Tensor]:
+    """What adds up over micro-batches; stays on the device, so that no micro-batch waits for the CPU."""
+    names = ("lm_sum", "supervised", "balance_sum", "index_kl_sum", "index_queries", "expert_load")
+    return {"total": losses.total.detach(), **{name: getattr(losses, name) for name in names}}
+
+
+def _advance(run: Run, state: State, report: Reporter, numbers: dict[str, Any], waited: float, started: float) -> None:
+    """Move the counters past a finished step and report it."""
+    real = int(numbers["real"])
+    seconds = time.perf_counter() - started
+    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
+    queries = numbers["index_queries"].clamp(min=1)
+    report.step({
+        "step": state.step,
+        "tokens": state.tokens,
+        "loss": float(numbers["lm_sum"] / numbers["supervised"]),
+        "total_loss": float(numbers["total"]),
+        "grad_norm": float(numbers["grad_norm"]),
+        "lr": numbers["lr"],
+        "tokens_per_second": real / seconds,
+        "data_wait": waited / seconds,
+        "seconds": seconds,
+        "memory_gib": memory_gib(run.device),
+        "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
+        "expert_load": _load_record(numbers["expert_load"]),
+    })  # fmt: skip
+
+
+def _load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+    """Per modality that had tokens: load max/mean and entropy (nats) of every layer. ``load``: [layers, 2, experts]."""
+    worst, entropy = load_statistics(load)
+    present = load.sum((0, 2)) > 0
+    return {
+        name: {"max_over_mean": worst[:, i].tolist(), "entropy": entropy[:, i].tolist()}
+        for i, name in enumerate(MODALITIES)
+        if present[i]
+    }
+
+
+def _report_evaluation(run: Run, state: State, report: Reporter) -> dict[str, float]:
+    result = evaluate(run)
+    report.evaluation({"step": state.step, "tokens": state.tokens, **result})
+    return result

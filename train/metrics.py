@@ -1,0 +1,207 @@
+"""Where the numbers of a run go: one log line a step, ``metrics.jsonl``, ``loss.png``, a progress bar on a terminal, and W&B."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from train.checkpoint import State, write_text
+from train.config import Config, to_dict
+
+
+class Reporter:
+    """Writes every record of a run to every place that was asked for.
+
+    A resumed run continues the files of the run directory: records of steps after the resumed one, which will be repeated, are
+    dropped first. ``state.wandb_id`` is set when W&B is on, so that a later process continues the same W&B run.
+    """
+
+    def __init__(self, config: Config, state: State):
+        self.directory = config.run_dir
+        self.total_tokens = config.task.tokens
+        self.records = self._reopen(state.step)
+        self.jsonl = open(self.directory / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
+        self.console = Console(soft_wrap=True, highlight=False, markup=False)
+        self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
+        self.wandb = _start_wandb(config, state) if config.logger.wandb else None
+
+    def log(self, line: str) -> None:
+        """A line for people, on the screen and in ``train.log``."""
+        self.console.print(line)
+        self.text.write(line + "\n")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """The numbers of one optimizer step."""
+        self.log(step_line(record))
+        self._record({"kind": "train", **record})
+        if self.bar is not None:
+            self.bar.update(
+                self.task,
+                completed=min(record["tokens"], self.total_tokens),
+                loss=record["loss"],
+                speed=record["tokens_per_second"],
+            )
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """The numbers of one pass over held-out text."""
+        self.log(
+            f"step={record['step']} valid_loss={record['loss']:.4f} bits_per_byte={record['bits_per_byte']:.4f} "
+            f"valid_tokens={record['targets']} seconds={record['seconds']:.1f}"
+        )
+        self._record({"kind": "valid", **record})
+        self.plot()
+
+    def plot(self) -> Path:
+        """Draw ``loss.png`` from everything recorded so far."""
+        path = self.directory / "loss.png"
+        plot_losses(self.records, path)
+        return path
+
+    def close(self) -> None:
+        """Flush and close every place."""
+        if self.bar is not None:
+            self.bar.stop()
+        if self.wandb is not None:
+            self.wandb.finish()
+        self.jsonl.close()
+        self.text.close()
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self.jsonl.write(json.dumps(record) + "\n")
+        if self.wandb is not None:
+            kind = record["kind"]
+            flat = {f"{kind}/{key}": value for key, value in _scalars(record)}
+            self.wandb.log({**flat, "step": record["step"], "tokens": record["tokens"]})
+
+    def _reopen(self, step: int) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return []
+        records = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a killed process
+                continue
+            if record["step"] < step or (record["step"] == step and step > 0):
+                records.append(record)
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        return records
+
+    def _start_bar(self, state: State) -> Progress:
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tok/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.task = bar.add_task("train", total=self.total_tokens, completed=state.tokens, loss=math.nan, speed=0.0)
+        bar.start()
+        return bar
+
+
+def step_line(record: Mapping[str, Any]) -> str:
+    """One greppable line: ``key=value`` pairs; expert load shows the worst layer of each modality."""
+    parts = [
+        f"step={record['step']}",
+        f"loss={record['loss']:.4f}",
+        f"grad_norm={record['grad_norm']:.3f}",
+        f"lr={record['lr']:.3e}",
+        f"tokens={record['tokens']}",
+        f"tok/s={record['tokens_per_second']:.0f}",
+        f"data_wait={record['data_wait']:.1%}",
+        f"mem={record['memory_gib']:.2f}GiB",
+    ]
+    if record["index_kl"]:
+        parts.append("index_kl=" + ",".join(f"{value:.3f}" for value in record["index_kl"]))
+    for modality, load in record["expert_load"].items():
+        parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
+    return " ".join(parts)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this process in GiB: of the device for CUDA, resident for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
+    """Training and validation loss over tokens, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("valid", {"marker": "o"})):
+        chosen = [record for record in records if record["kind"] == kind]
+        axes.plot([record["tokens"] for record in chosen], [record["loss"] for record in chosen], label=kind, **style)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Nested numbers as (dotted key, value); lists are numbered."""
+    found: list[tuple[str, float]] = []
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _scalars(value, f"{name}.")
+        elif isinstance(value, list):
+            found += _scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
+        elif isinstance(value, (int, float)):
+            found.append((name, value))
+    return found
+
+
+def _start_wandb(config: Config, state: State) -> Any:
+    import wandb
+
+    run = wandb.init(
+        project=config.logger.wandb_project,
+        name=config.name,
+        id=state.wandb_id,
+        resume="allow" if state.wandb_id else None,
+        dir=str(config.run_dir),
+        config=to_dict(config),
+        mode="online" if _wandb_reachable() else "offline",
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    run.define_metric("*", step_metric="step")
+    state.wandb_id = run.id
+    return run
+
+
+def _wandb_reachable(seconds: float = 3.0) -> bool:
+    """True when there is a key and the server answers."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if not wandb.Api(api_key=None).api_key if settings.api_key is None else False:
+        return False
+    url = urlsplit(settings.base_url)
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,102 @@
+"""Pre-training: next-token prediction on packed documents, from the first step or from where the run directory stands."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from optim import format_table
+from train import checkpoint
+from train.build import Run, build
+from train.checkpoint import State, write_text
+from train.config import Config, ConfigError, check_resumable, to_dict
+from train.loop import resume, train
+from train.metrics import Reporter
+from train.sample import sample
+
+
+def run(config: Config) -> None:
+    """Train, or continue, the run in ``config.run_dir``, and print what came out."""
+    with only_process_in(config.run_dir):
+        folder, changes = open_run(config)
+        objects = build(config)
+        state = resume(objects, folder) if folder else State()
+        report = Reporter(config, state)
+        try:
+            _announce(objects, state, report, folder, changes)
+            train(objects, state, report)
+            _summarise(objects, state, report)
+        finally:
+            report.close()
+
+
+def open_run(config: Config) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue from, if any, and the settings that changed since; writes ``config.yaml``.
+
+    Raises:
+        ConfigError: the directory holds a run that this configuration would not continue.
+    """
+    path, folder = config.run_dir / "config.yaml", checkpoint.latest(config.run_dir / "checkpoints")
+    changes = []
+    if folder is not None and path.exists():
+        changes = check_resumable(yaml.safe_load(path.read_text(encoding="utf-8")), config)
+    write_text(path, yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
+    return folder, changes
+
+
+@contextmanager
+def only_process_in(directory: Path) -> Iterator[None]:
+    """Keep a second process out of a run directory; the lock ends with the process, however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError([f"{directory} is in use by another process. Wait for it, or choose another name=..."]) from None
+        yield
+
+
+def _announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+    size = sum(parameter.numel() for parameter in run.model.parameters())
+    report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
+    for note in run.notes:
+        report.log(note)
+    if folder is None:
+        report.log(format_table(run.optimizer.table()))
+        return
+    report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens")
+    for change in changes:
+        report.log(f"changed since: {change}")
+
+
+def _summarise(run: Run, state: State, report: Reporter) -> None:
+    """The closing lines: what was reached, what the model writes, where everything lies."""
+    first, last = state.first_valid, state.last_valid
+    assert first is not None and last is not None
+    task, directory = run.config.task, run.config.run_dir
+    width = min(shutil.get_terminal_size().columns, 100)
+    report.log("=" * width)
+    if task.sample_tokens:
+        text = sample(
+            run.model,
+            run.tokenizer,
+            task.sample_prompt,
+            tokens=task.sample_tokens,
+            temperature=task.sample_temperature,
+            seed=run.config.seed,
+            stop=run.model_config.eos_token_id,
+        )
+        report.log(f"sample: {task.sample_prompt!r} continues\n{task.sample_prompt}{text}\n" + "-" * width)
+    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    report.log(
+        f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
+        f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
+    )
+    report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
+    report.log(f"plot:       {report.plot()}")
+    report.log(f"metrics:    {directory / 'metrics.jsonl'}")
