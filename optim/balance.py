@@ -1,0 +1,57 @@
+"""Auxiliary-loss-free load balancing: the router biases follow the load (V4.1 report, arXiv 2609.19969, load
+balancing).
+
+Called once per optimizer step with counts summed over all ranks and micro-steps. The biases are buffers, not
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def update_router_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
+    """bias += rate * sign(mean load - load) in place. `bias` fp32 [E]; `load` int64 [E], tokens routed to each expert.
+
+    The sign is taken in integers, so equality is exact; without tokens nothing moves. Raises ValueError if the shapes
+    differ or `load` is not integer.
+    """
+    _apply([bias], [load], rate)
+
+
+@torch.no_grad()
+def update_router_biases_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: float) -> None:
+    """`update_router_bias_` for all layers at once: `buffers` holds (bias, bias_vl) per layer, `load` is int64 [layers,
+    2, E] with text tokens first (they move bias) and image-span tokens second (they move bias_vl).
+    """
+    if load.dim() != 3 or load.shape[:2] != (len(buffers), 2):
+        raise ValueError(f"load must be [layers={len(buffers)}, 2, experts], got {list(load.shape)}")
+    _apply([bias for pair in buffers for bias in pair], list(load.flatten(0, 1)), rate)
+
+
+def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
+    """How even a load [..., E] is: largest over mean (1 is even, E is one expert only) and entropy in nats (ln E is
+    even), fp64 [...].
+
+    Both are nan where `load` holds no token.
+    """
+    share = load.double() / load.sum(-1, keepdim=True)
+    return share.amax(-1) * load.shape[-1], torch.special.entr(share).sum(-1)
+
+
+def _apply(biases: list[Tensor], loads: list[Tensor], rate: float) -> None:
+    for bias, load in zip(biases, loads, strict=True):
+        if bias.shape != load.shape or bias.dim() != 1:
+            raise ValueError(f"bias and load must both be [experts], got {list(bias.shape)} and {list(load.shape)}")
+        if load.is_floating_point():
+            raise ValueError(
+                f"load must be integer token counts, got {load.dtype}; counts in low precision would lose tokens"
+            )
+    stacked = torch.stack(loads)
+    # sign(mean - load) without a division: E * mean is the integer sum.
+    direction = torch.sign(stacked.sum(-1, keepdim=True) - stacked * stacked.shape[-1])
+    torch._foreach_add_(biases, [d.to(b.dtype) for d, b in zip(direction, biases, strict=True)], alpha=rate)

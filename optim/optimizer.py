@@ -1,0 +1,153 @@
+"""The one optimizer of a run: Muon, Sinkhorn-balanced momentum and AdamW, each on the parameters its rules name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import AdamWSettings, adamw_step
+from .groups import MAIN, Group, Row, blocks_text
+from .muon import MuonSettings, muon_step
+from .sinkhorn import SinkhornSettings, sinkhorn_step
+
+STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The three methods' numbers; the defaults are the report's."""
+
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    sinkhorn: SinkhornSettings = field(default_factory=SinkhornSettings)
+    adamw: AdamWSettings = field(default_factory=AdamWSettings)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Three methods behind the interface of `torch.optim`.
+
+    The learning rate is 0 until `set_lr`. State is fp32 whatever the parameters' dtype and appears at a parameter's
+    first step; parameters without a gradient, and frozen groups, are left alone. Weights are updated in their own
+    dtype, so train with fp32 (master) weights: in bf16 most steps are below half a unit in the last place. Matrices
+    must be whole in each process: a wrapper that flattens or slices parameters is refused at the step.
+    """
+
+    def __init__(self, groups: Sequence[Group], settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        super().__init__([{**vars(group), "factor": 1.0} for group in groups], {"lr": 0.0})
+
+    def set_lr(self, lr: float, factors: Mapping[str, float] | None = None) -> None:
+        """Set the next steps' learning rate: lr * lr_factor of the group * factor of its schedule.
+
+        `factors` gives the factor of every named schedule; 0 freezes its groups. Raises ValueError if a group's
+        schedule is missing.
+        """
+        known = {MAIN: 1.0, **(factors or {})}
+        missing = {group["schedule"] for group in self.param_groups} - known.keys()
+        if missing:
+            raise ValueError(f"no factor for schedule {', '.join(sorted(missing))}; given: {', '.join(sorted(known))}")
+        for group in self.param_groups:
+            group["factor"] = known[group["schedule"]]
+            group["lr"] = lr * group["lr_factor"] * group["factor"]
+
+    def active_parameters(self) -> Iterator[Tensor]:
+        """Parameters of the groups that are not frozen: what gradient clipping should count."""
+        return (p for group in self.param_groups if group["factor"] for p in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient and are not frozen. `closure`, if given, recomputes the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["factor"]:
+                self._step_group(group)
+        return loss
+
+    def table(self) -> list[Row]:
+        """One row per parameter, sorted by name; print with `format_table`."""
+        rows = []
+        for group in self.param_groups:
+            for name, param, blocks in zip(group["names"], group["params"], group["blocks"], strict=True):
+                text = blocks_text(param.shape, blocks) if group["method"] == "muon" else "-"
+                numbers = group["lr_factor"], group["weight_decay"], group["schedule"]
+                rows.append(Row(name, group["method"], tuple(param.shape), text, *numbers))
+        return sorted(rows)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of a `state_dict` exactly: values, dtypes, step counts. (The inherited method would cast to
+        the parameters' dtype.) Parameters are matched by name. Hyper-parameters stay as the rules set them.
+
+        Raises ValueError that lists every difference in names, methods or shapes; nothing is changed then.
+        """
+        saved = {}
+        for group in state_dict["param_groups"]:
+            for name, index in zip(group["names"], group["params"], strict=True):
+                saved[name] = group["method"], state_dict["state"].get(index, {})
+        problems, restored = [], {}
+        for group in self.param_groups:
+            for name, param in zip(group["names"], group["params"], strict=True):
+                method, state = saved.pop(name, (None, {}))
+                if method != group["method"]:
+                    problems.append(f"{name}: method is {group['method']}, in the checkpoint {method or 'missing'}")
+                    continue
+                problems += [
+                    f"{name}: {key} is {list(value.shape)} in the checkpoint, the parameter is {list(param.shape)}"
+                    for key, value in state.items()
+                    if isinstance(value, Tensor) and value.shape != param.shape
+                ]
+                if state:
+                    restored[param] = {
+                        k: v.to(param.device, copy=True) if isinstance(v, Tensor) else v for k, v in state.items()
+                    }
+        problems += [f"{name}: in the checkpoint, but not in this run" for name in saved]
+        if problems:
+            raise ValueError("optimizer state does not fit this run:\n  " + "\n  ".join(problems))
+        self.state = defaultdict(dict, restored)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        chosen = [i for i, param in enumerate(group["params"]) if param.grad is not None]
+        if not chosen:
+            return
+        params = [group["params"][i] for i in chosen]
+        grads = [param.grad for param in params]
+        self._check(group, chosen)
+        states = [self._state(param, STATE_KEYS[group["method"]]) for param in params]
+        buffers = [[state[key] for state in states] for key in STATE_KEYS[group["method"]]]
+        numbers = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        if group["method"] == "muon":
+            blocks = [group["blocks"][i] for i in chosen]
+            muon_step(params, grads, *buffers, blocks, **numbers, settings=self.settings.muon)
+        elif group["method"] == "sinkhorn":
+            for param, grad, momentum in zip(params, grads, *buffers, strict=True):
+                sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=self.settings.sinkhorn)
+        else:
+            for state in states:
+                state["step"] = state.get("step", 0) + 1
+            adamw_step(params, grads, *buffers, [s["step"] for s in states], **numbers, settings=self.settings.adamw)
+
+    def _state(self, param: Tensor, keys: Sequence[str]) -> dict[str, Any]:
+        state = self.state[param]
+        for key in keys:
+            if key not in state:
+                state[key] = torch.zeros_like(param, dtype=torch.float32)
+        return state
+
+    @staticmethod
+    def _check(group: dict[str, Any], chosen: Sequence[int]) -> None:
+        """Refuse what a wrapper may have put in the parameters' place: flattened slices, sparse gradients."""
+        dims = {"muon": (2, 3), "sinkhorn": (2,)}.get(group["method"])
+        for i in chosen:
+            name, param = group["names"][i], group["params"][i]
+            if dims and param.dim() not in dims:
+                raise ValueError(
+                    f"{name}: shape {list(param.shape)}; {group['method']} needs the whole matrix in one process"
+                )
+            if param.grad.is_sparse:
+                raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")

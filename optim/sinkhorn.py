@@ -1,0 +1,171 @@
+"""Momentum with Sinkhorn-balanced updates, for the token embedding, the head and the Engram tables.
+
+V4.1 report (arXiv 2609.19969), Algorithm 1. The update is the momentum with its rows and columns alternately
+normalised. Every normalisation multiplies a whole row or column, so the balanced table is diag(r) G diag(c): the
+iteration here updates the two scale vectors by matrix-vector products and touches the table once at the end.
+
+Rows the mask removes (zero rows above all) get no update, so everything after the mask runs on the live rows alone. An
+Engram table sees few of its rows in a step; the rest costs one pass for momentum decay and row norms.
+
+Shapes: a table has m rows and n columns, l <= m of the rows live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Elements handled at once where a pass needs a temporary copy of a table; keeps it inside a CPU's cache and off a GPU's
+# memory budget.
+CHUNK_ELEMENTS = 1 << 22
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SinkhornSettings:
+    """The numbers of Algorithm 1; the defaults are the report's.
+
+    Attributes:
+        momentum: decay b of the momentum average.
+        iterations: normalisations K; odd ones act on rows, even ones on columns.
+        tau: rows whose norm is at most tau times the mean row norm get no update.
+        eps: added to every norm that divides.
+        update_rms: root mean square of a live row's update before the learning rate.
+    """
+
+    momentum: float = 0.95
+    iterations: int = 11
+    tau: float = 1.0e-3
+    eps: float = 1.0e-20
+    update_rms: float = 0.18
+
+
+class Balanced(NamedTuple):
+    """A balanced table: row `rows[i]` (row i where `rows` is None) is row[i] * table[i] * column; all other rows are
+    zero.
+    """
+
+    rows: Tensor | None  # int64 [l]
+    table: Tensor  # fp32 [l, n], rows of norm 1
+    row: Tensor  # fp64 [l]
+    column: Tensor  # fp64 [n]
+
+    def update(self) -> Tensor:
+        """The balanced rows, fp32 [l, n]. Overwrites `table`."""
+        return self.table.mul_(self.row.float()[:, None]).mul_(self.column.float())
+
+
+def whole(x: Tensor) -> Tensor:
+    """The `Reduce` of a table that is whole on this rank: its sums are already complete."""
+    return x
+
+
+@torch.no_grad()
+def sinkhorn_step(
+    param: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings, reduce: Reduce = whole
+) -> None:
+    """One step in place on `param` [m, n] and `momentum` (fp32 [m, n]).
+
+    M = b*M + (1-b)*G;  G' = b*M + (1-b)*G;  W -= update_rms * lr * sqrt(n) * balanced(G').
+    """
+    b = settings.momentum
+    norms = []
+    for m_rows, g_rows in zip(_chunks(momentum), _chunks(grad), strict=True):
+        m_rows.lerp_(g_rows.float(), 1 - b)
+        norms.append(row_norms(_nesterov(m_rows, g_rows, b)))
+    rows = live_rows(torch.cat(norms), settings.tau, reduce)
+    if rows is None:
+        table = _nesterov(momentum, grad, b)
+    else:
+        table = _nesterov(momentum[rows], grad[rows], b)
+    balanced = balance(table, rows, settings, reduce)
+    scale = -lr * settings.update_rms * sqrt(param.shape[1])
+    if rows is None:
+        param.add_(balanced.update(), alpha=scale)
+    else:
+        param.index_add_(0, rows, balanced.update().to(param.dtype), alpha=scale)
+
+
+def row_norms(table: Tensor) -> Tensor:
+    """Euclidean row norms, fp64: squares of fp32's smallest values do not vanish, and the mask's `<=` is exact."""
+    return torch.linalg.vector_norm(table.double(), dim=1)
+
+
+def live_rows(norms: Tensor, tau: float, reduce: Reduce = whole) -> Tensor | None:
+    """Rows the mask keeps: norm > tau * mean over all m rows, from fp64 norms [m]. int64 [l], None if all are kept."""
+    total = reduce(torch.stack([norms.sum(), norms.new_tensor(norms.numel())]))
+    rows = (norms > tau * (total[0] / total[1])).nonzero().squeeze(1)
+    return None if rows.numel() == norms.numel() else rows
+
+
+def balance(table: Tensor, rows: Tensor | None, settings: SinkhornSettings, reduce: Reduce = whole) -> Balanced:
+    """Alternately normalise rows and columns of the live rows `table` [l, n] (overwritten) by way of two scale vectors.
+
+    The vectors are fp64, so that eps = 1e-20 and the scale of tiny gradients are exact; the products over the table are
+    fp32. A column all of whose entries lie below about 1e-19 of their rows' norms counts as zero, for its squares
+    vanish in fp32.
+    """
+    # Rows are divided by their norms once in fp32: the squares below then neither vanish nor overflow, whatever the
+    # gradient's scale. The scale actually divided by is handed to the row vector, which makes this rewriting exact
+    # rather than an approximation of eps.
+    scale = row_norms(table).float()
+    table.div_(scale[:, None])
+    squares = table.square()
+    row, column = scale.double(), torch.ones(table.shape[1], dtype=torch.float64, device=table.device)
+    for k in range(settings.iterations):
+        if k % 2 == 0:
+            row = _normalise(row, _weighted_norms(squares, column), settings.eps)
+        else:
+            column = _normalise(column, _weighted_norms(squares.T, row, reduce), settings.eps)
+    return Balanced(rows, table, row, column)
+
+
+def sinkhorn_reference(
+    weight: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 as the report writes it, in the inputs' dtype: the new (weight, momentum)."""
+    b = settings.momentum
+    momentum = b * momentum + (1 - b) * grad
+    u = balance_reference(b * momentum + (1 - b) * grad, settings)
+    return weight - settings.update_rms * lr * sqrt(weight.shape[1]) * u, momentum
+
+
+def balance_reference(table: Tensor, settings: SinkhornSettings) -> Tensor:
+    """Mask, then K normalisations that rewrite the table, in the table's dtype."""
+    norms = table.norm(dim=1)
+    u = torch.where((norms <= settings.tau * norms.mean())[:, None], 0.0, table)
+    for k in range(1, settings.iterations + 1):
+        u = u / (u.norm(dim=1 if k % 2 else 0, keepdim=True) + settings.eps)
+    return u
+
+
+def _chunks(table: Tensor) -> tuple[Tensor, ...]:
+    return table.split(max(1, CHUNK_ELEMENTS // table.shape[1]))
+
+
+def _nesterov(momentum: Tensor, grad: Tensor, b: float) -> Tensor:
+    return (momentum * b).add_(grad, alpha=1 - b)
+
+
+def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = whole) -> Tensor:
+    """sqrt(squares @ weights^2) as fp64, the product in fp32 with the weights brought to at most 1 so that their
+    squares stay finite.
+
+    `reduce` completes the sums where the summed axis is spread over ranks.
+    """
+    largest = weights.amax() if weights.numel() else weights.new_ones(())
+    sums = squares @ (weights / largest).square().float()
+    return reduce(sums.double() * largest.square()).sqrt()
+
+
+def _normalise(scale: Tensor, norms: Tensor, eps: float) -> Tensor:
+    """scale / (norms + eps), but a zero row or column keeps its scale: dividing by eps again and again would overflow
+    for nothing.
+    """
+    return torch.where(norms > 0, scale / (norms * scale + eps), scale)

@@ -1,0 +1,102 @@
+"""Which parameter is trained how: the table of the V4.1 report (arXiv 2609.19969, optimisation) as ordered name rules.
+
+`optim` knows methods and `model` knows names; the rules here join them. They are written for one configuration: a rule
+is made only if the model has parameters for it, so one that names nothing is a mistake, and `optim.assign` says so.
+
+Our choices, where the report is silent: each group of wo_a is a matrix of its own (the projection is block-diagonal);
+Engram's q_weight and k_weight scale normalised vectors and are trained like norm weights; fused projections other than
+the vision wqkv (vision mlp.w1, Engram wkv) are one matrix; the vision tower's other matrices use Muon like the
+backbone's; the three image token vectors are plain vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from model.config import ModelConfig
+from optim import Rule
+
+WEIGHT_DECAY = 0.1
+ENGRAM_LR_FACTOR = 5.0
+VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until decay begins, then its own smaller rate
+
+LAYER = r"layers\.\d+\."
+BLOCK = r"vision\.blocks\.\d+\."
+
+
+def report_rules(
+    config: ModelConfig, *, per_head: bool = True, tables: Literal["sinkhorn", "adamw"] = "sinkhorn"
+) -> list[Rule]:
+    """The report's rules for a model of this configuration.
+
+    Two switches serve comparisons. `per_head=False` orthogonalises wq_b, indexer.wq_b and the vision Q and K whole
+    instead of head by head. `tables="adamw"` trains embedding, head and Engram tables by AdamW, with the same
+    learning-rate factors and no decay. Raises ValueError for another value of `tables`.
+    """
+    if tables not in ("sinkhorn", "adamw"):
+        raise ValueError(f"tables: must be 'sinkhorn' or 'adamw', got {tables!r}")
+    rules = [
+        Rule(r"(embed|head)\.weight", tables),
+        *_attention_rules(config, per_head),
+        Rule(LAYER + r"ffn\.(gate|shared_experts\.w[123])\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(LAYER + r"ffn\.experts\.w[123]", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(LAYER + r"hc_(attn|ffn)\.fn", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(LAYER + r"hc_(attn|ffn)\.(base|scale)", "adamw"),
+        Rule(rf"({LAYER}(attn|ffn)_)?norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+    ]
+    if config.text.engram_layer_ids:
+        rules += [
+            Rule(LAYER + r"engram\.embed\.weight", tables, lr_factor=ENGRAM_LR_FACTOR),
+            Rule(LAYER + r"engram\.wkv\.weight", "muon", weight_decay=WEIGHT_DECAY),
+            Rule(LAYER + r"engram\.[qk]_weight", "adamw", weight_decay=WEIGHT_DECAY),
+        ]
+    return rules + _vision_rules(config, per_head)
+
+
+def adamw_rules(config: ModelConfig) -> list[Rule]:
+    """AdamW for every parameter, with the report's decay, rate factors and schedules: only the method differs."""
+    return [replace(rule, method="adamw", blocks=None) for rule in report_rules(config)]
+
+
+def _attention_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
+    text, attn = config.text, LAYER + r"attn\."
+    heads = ((text.num_attention_heads, text.head_dim),) if per_head else None
+    index_heads = ((text.index_n_heads, text.index_head_dim),) if per_head else None
+    groups = ((text.o_groups, text.o_lora_rank),)
+    rules = [
+        Rule(attn + r"(wq_a|wkv|wo_b)\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"wq_b\.weight", "muon", blocks=heads, weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"wo_a\.weight", "muon", blocks=groups, weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"(q|kv)_norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"attn_sink", "adamw"),
+    ]
+    if text.kv_source_layer_ids:  # every kv source is an index source too
+        rules += [
+            Rule(attn + r"compressor\.(wkv|wgate)\.weight", "muon", weight_decay=WEIGHT_DECAY),
+            Rule(attn + r"indexer\.(weights_proj|wk)\.weight", "muon", weight_decay=WEIGHT_DECAY),
+            Rule(attn + r"indexer\.wq_b\.weight", "muon", blocks=index_heads, weight_decay=WEIGHT_DECAY),
+            Rule(attn + r"(compressor\.norm|indexer\.k_norm)\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+        ]
+    return rules
+
+
+def _vision_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
+    vision = config.vision
+    if vision is None:
+        return []
+    heads = vision.num_attention_heads if per_head else 1
+    rows = vision.hidden_size // heads
+    wqkv = ((heads, rows), (heads, rows), (1, vision.hidden_size))
+    matrix = {"method": "muon", "weight_decay": WEIGHT_DECAY, "schedule": VISION_SCHEDULE}
+    return [
+        Rule(BLOCK + r"attn\.wqkv\.weight", blocks=wqkv, **matrix),
+        Rule(BLOCK + r"(attn\.wo|mlp\.w[12])\.weight", **matrix),
+        Rule(r"vision\.patch_embed\.proj\.weight", **matrix),
+        Rule(r"vision\.patch_embed\.proj\.bias|" + BLOCK + r"attn\.(wqkv|wo)\.bias", "adamw", schedule=VISION_SCHEDULE),
+        Rule(BLOCK + r"norm[12]\.weight", "adamw", weight_decay=WEIGHT_DECAY, schedule=VISION_SCHEDULE),
+        # The tower's last norm, the aligner and the image token vectors train from the first step.
+        Rule(r"vision\.norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+        Rule(r"aligner\.w[12]\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(r"aligner\.w[12]\.bias|image_(start|end|newline)", "adamw"),
+    ]
