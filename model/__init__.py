@@ -1,0 +1,20 @@
+"""The V4.1 model: configuration, backbone, checkpoints. Start reading in `backbone.py`."""
+
+from model.backbone import DeepseekV41, Losses, Output, Totals, build_model
+from model.checkpoint import load_pretrained, load_weights, save_pretrained
+from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
+
+__all__ = [
+    "DeepseekV41",
+    "Losses",
+    "ModelConfig",
+    "Output",
+    "Runtime",
+    "TextConfig",
+    "Totals",
+    "VisionConfig",
+    "build_model",
+    "load_pretrained",
+    "load_weights",
+    "save_pretrained",
+]

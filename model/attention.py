@@ -1,0 +1,150 @@
+"""CSA2 attention: low-rank queries, a sliding window, and compressed entries chosen by an indexer.
+
+Layer kinds, from the schedule in the configuration:
+  window   ratio 0, sliding window only
+  Full     kv source: owns a compressor (main KV) and an indexer with keys
+  Reindex  index source: owns an indexer, re-scores the latest Full layer's keys
+  Reuse    takes KV and selection as they are
+What layers hand on is `Shared`, an immutable value: nothing is stored on modules, so that recomputation, several micro-batches in
+flight and pipelines stay correct.
+Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import Runtime, TextConfig
+from model.indexer import Indexer, Lesson, select, select_from_candidates
+from model.norm import RMSNorm
+from model.pack import Entries, Pack
+from model.quantize import fake_quant_fp4, fake_quant_fp8
+from model.rope import rotate
+from model.sparse import dense_attention, sparse_attention
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Cross-layer state of CSA2, replaced whole by the layers that own a part of it.
+
+    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none), candidates int32
+    [T, M] blocks of the hierarchical indexer (None = no restriction).
+    """
+
+    compressed_kv: Tensor | None = None
+    index_keys: Tensor | None = None
+    topk_indices: Tensor | None = None
+    candidates: Tensor | None = None
+
+
+class Attended(NamedTuple):
+    """Result of one attention layer: output [T, d], state for later layers, what its indexer can be taught (index sources only),
+    and its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only)."""
+
+    output: Tensor
+    shared: Shared
+    lesson: Lesson | None
+    mass: Tensor | None
+
+
+class Compressor(nn.Module):
+    """Groups of r tokens -> one latent entry each: a per-channel softmax-weighted sum, normalised."""
+
+    def __init__(self, config: TextConfig, ratio: int):
+        super().__init__()
+        self.ratio = ratio
+        self.wkv = nn.Linear(config.hidden_size, config.head_dim, bias=False)
+        if ratio > 1:
+            self.wgate = nn.Linear(config.hidden_size, config.head_dim, bias=False)
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, entries: Entries) -> Tensor:
+        """x [T, d] -> latent [N, D]. An incomplete tail group gives no entry."""
+        kv = self.wkv(x)
+        if self.ratio == 1:
+            return self.norm(kv.index_select(0, entries.first_token))
+        members = entries.first_token[:, None] + torch.arange(self.ratio, device=x.device)
+        members = members.clamp(max=x.shape[0] - 1).flatten()  # only unused slots can point past the end
+        kv = kv.index_select(0, members).unflatten(0, (-1, self.ratio)).float()
+        gate = self.wgate(x).index_select(0, members).unflatten(0, (-1, self.ratio)).float()
+        return self.norm((kv * gate.softmax(dim=1)).sum(1).to(x.dtype))
+
+
+class Attention(nn.Module):
+    """One attention layer of any kind."""
+
+    def __init__(self, config: TextConfig, layer: int):
+        super().__init__()
+        heads, dim, groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.config, self.heads, self.dim, self.groups = config, heads, dim, groups
+        self.ratio = config.ratio(layer)
+        self.scale = dim**-0.5
+        self.makes_candidates = layer == config.candidate_source_layer_id
+        self.wq_a = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.wq_b = nn.Linear(config.q_lora_rank, heads * dim, bias=False)
+        self.wkv = nn.Linear(config.hidden_size, dim, bias=False)
+        self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.wo_a = nn.Linear(heads * dim // groups, groups * config.o_lora_rank, bias=False)
+        self.wo_b = nn.Linear(groups * config.o_lora_rank, config.hidden_size, bias=False)
+        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        full = layer in config.kv_source_layer_ids
+        self.compressor = Compressor(config, self.ratio) if full else None
+        self.indexer = Indexer(config, owns_keys=full) if layer in config.index_source_layer_ids else None
+
+    def forward(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> Attended:
+        """x [T, d] (normalised sublayer input)."""
+        phasors = pack.phasors_yarn if self.ratio else pack.phasors
+        q_lat = self.q_norm(self.wq_a(x))
+        q = rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors)
+        window_kv = fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
+        if self.compressor is not None:
+            shared = self._compress(x, pack.entries[self.ratio], shared, runtime)
+        lesson = None
+        if self.indexer is not None:
+            shared, lesson = self._index(x, q_lat, pack, shared, runtime)
+        out, mass = self._attend(q, window_kv, pack, shared, runtime)
+        return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass)
+
+    def _compress(self, x: Tensor, entries: Entries, shared: Shared, runtime: Runtime) -> Shared:
+        latent = self.compressor(x, entries)
+        kv = rotate(latent, entries.phasors)
+        if runtime.kv_quant:
+            kv = fake_quant_fp4(kv)
+        return replace(shared, compressed_kv=kv, index_keys=self.indexer.keys(latent, entries), candidates=None)
+
+    def _index(self, x: Tensor, q_lat: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> tuple[Shared, Lesson]:
+        config, entries = self.config, pack.entries[self.ratio]
+        query = self.indexer.query(x, q_lat, pack)
+        if shared.candidates is not None:
+            topk_indices = select_from_candidates(
+                query, shared.index_keys, entries, shared.candidates, config.index_topk, config.candidate_block_size
+            )
+            shared = replace(shared, topk_indices=topk_indices)
+        else:
+            pool = config.candidate_topk_blocks if self.makes_candidates and runtime.candidate_pool else None
+            topk_indices, candidates = select(
+                query, shared.index_keys, entries, config.index_topk, config.candidate_block_size, pool
+            )
+            shared = replace(shared, topk_indices=topk_indices, candidates=candidates)
+        return shared, Lesson(query, shared.index_keys, topk_indices)
+
+    def _attend(self, q: Tensor, window_kv: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> tuple[Tensor, Tensor | None]:
+        window = self.config.sliding_window
+        index = torch.arange(pack.tokens, device=q.device)
+        window_start = torch.maximum(pack.document_start, index - (window - 1))
+        entries, topk_indices = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
+        if runtime.attention == "dense":
+            return dense_attention(q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale)
+        return sparse_attention(q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale, window)
+
+    def _project(self, out: Tensor) -> Tensor:
+        """Grouped output projection: [T, H, D] -> each group's block of wo_a -> wo_b -> [T, d]."""
+        grouped = out.reshape(out.shape[0], self.groups, -1)
+        blocks = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, o_lora, H*D/G]
+        low = torch.einsum("tgi,goi->tgo", grouped, blocks.to(grouped.dtype))
+        return self.wo_b(low.flatten(1))

@@ -1,0 +1,326 @@
+"""The V4.1 transformer: embedding -> n residual streams -> blocks -> collapse -> norm -> head.
+
+Read this first; then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py.
+Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import Attention, Shared
+from model.config import ModelConfig, Runtime, TextConfig
+from model.engram import Engram, check_token_map, engram_rows
+from model.hyper import HyperConnection, collapse, expand
+from model.init import init_weights
+from model.indexer import Lesson, indexer_loss
+from model.loss import cross_entropy_sum, next_token_targets
+from model.moe import MoE, Routing, expert_load, sequence_balance
+from model.norm import RMSNorm
+from model.pack import Pack, build_pack
+from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
+
+
+class BlockResult(NamedTuple):
+    """What a block hands on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state; and what it reports:
+    its attention's lesson and mass (see `Attended`) and its routing."""
+
+    streams: Tensor
+    pre_mix: Tensor
+    shared: Shared
+    lesson: Lesson | None
+    mass: Tensor | None
+    routing: Routing
+
+
+class Block(nn.Module):
+    """Engram (some layers), attention and MoE, each sublayer read from and written to the streams by its own mHC mix."""
+
+    def __init__(self, config: TextConfig, layer: int):
+        super().__init__()
+        self.engram = Engram(config, layer) if layer in config.engram_layer_ids else None
+        self.hc_attn = HyperConnection(config)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, layer)
+        self.hc_ffn = HyperConnection(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = MoE(config)
+
+    def forward(
+        self, streams: Tensor, pre_mix: Tensor, shared: Shared, rows: Tensor | None, pack: Pack, runtime: Runtime
+    ) -> BlockResult:
+        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram rows or None."""
+        if self.engram is not None:
+            streams = self.engram(streams, rows, pack)
+        mix = self.hc_attn(streams)
+        attended = self.attn(self.attn_norm(collapse(streams, pre_mix)), pack, shared, runtime)
+        streams = expand(streams, attended.output, mix.post, mix.comb)
+        pre_mix = mix.pre
+        mix = self.hc_ffn(streams)
+        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack)
+        streams = expand(streams, y, mix.post, mix.comb)
+        return BlockResult(streams, mix.pre, attended.shared, attended.lesson, attended.mass, routing)
+
+
+class Trace(NamedTuple):
+    """A whole pass over the blocks: hidden [T, d] after the final norm, every block's result, and the streams entering each block."""
+
+    hidden: Tensor
+    blocks: list[BlockResult]
+    streams: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole optimizer step (all micro-batches, all ranks) that its losses are divided by.
+
+    supervised: targets; real: non-padding tokens; index_queries int64 [index sources]: supervised queries that see an entry.
+    """
+
+    supervised: Tensor
+    real: Tensor
+    index_queries: Tensor
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals.from_tensor(self.to_tensor() + other.to_tensor())
+
+    def to_tensor(self) -> Tensor:
+        """int64 [2 + index sources], for an all-reduce."""
+        return torch.cat([self.supervised.reshape(1), self.real.reshape(1), self.index_queries])
+
+    @classmethod
+    def from_tensor(cls, flat: Tensor) -> Totals:
+        return cls(flat[0], flat[1], flat[2:])
+
+
+class Losses(NamedTuple):
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals: micro-batches add up.
+
+    The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum and
+    index_queries per index source, expert_load int64 [layers, 2, E] (text, image).
+    """
+
+    total: Tensor
+    lm_sum: Tensor
+    supervised: Tensor
+    balance_sum: Tensor
+    index_kl_sum: Tensor
+    index_queries: Tensor
+    expert_load: Tensor
+
+
+@dataclass
+class Output:
+    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) when labels were given; hidden_states: the streams [B, S, n, d]
+    entering each block, when asked for."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class DeepseekV41(nn.Module):
+    """A V4.1 language model with an optional vision tower. Single-device; sharding is applied from outside."""
+
+    def __init__(self, config: ModelConfig, runtime: Runtime | None = None):
+        super().__init__()
+        text = config.text
+        self.config, self.runtime = config, runtime or Runtime()
+        self.embed = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.layers = nn.ModuleList(Block(text, layer) for layer in range(text.num_hidden_layers))
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        if config.vision is not None:
+            self.vision = VisionTower(config.vision)
+            self.aligner = Aligner(config.vision, text.hidden_size)
+            self.image_start = nn.Parameter(torch.empty(text.hidden_size))
+            self.image_end = nn.Parameter(torch.empty(text.hidden_size))
+            self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
+        self.register_buffer("token_map", None, persistent=False)  # Engram's compressed ids, set by `build_model`
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> Output:
+        """Whole logits, for inference and comparison.
+
+        input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens int64 [B, documents]
+        (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64 [images, 2], vision_token_types int64
+        [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END). Logits at padding are zero.
+        """
+        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
+        logits = self.head(trace.hidden).float()
+        loss = None
+        if labels is not None:
+            targets = next_token_targets(pack.flatten(labels), pack.document)
+            loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100)
+        hidden_states = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
+        return Output(pack.unflatten(logits), loss, hidden_states)
+
+    def totals(self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_) -> Totals:
+        """What this batch adds to the step's totals; costs no forward."""
+        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        taught = next_token_targets(pack.flatten(labels), pack.document) >= 0
+        queries = [
+            (taught & (pack.position + 1 >= self.config.text.ratio(layer))).sum() for layer in self.config.text.index_source_layer_ids
+        ]
+        real = torch.tensor(pack.tokens, device=taught.device)
+        return Totals(taught.sum(), real, torch.stack(queries) if queries else taught.new_zeros(0, dtype=torch.int64))
+
+    def losses(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        totals: Totals,
+        attention_mask: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+    ) -> Losses:
+        """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`."""
+        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
+        targets = next_token_targets(pack.flatten(labels), pack.document)
+        taught = targets >= 0
+        rows = taught.nonzero().flatten()
+        hidden = trace.hidden.index_select(0, rows)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        lm_sum = cross_entropy_sum(hidden, self.head.weight, targets.index_select(0, rows))
+        balance_sum = sum(sequence_balance(block.routing, pack) for block in trace.blocks)
+        kl_sum, queries = self._teach_indexers(trace.blocks, taught)
+        runtime = self.runtime
+        total = lm_sum / totals.supervised.clamp(min=1)
+        total = total + runtime.balance_coef * balance_sum / totals.real.clamp(min=1)
+        total = total + runtime.indexer_coef * (kl_sum / totals.index_queries.clamp(min=1)).sum()
+        return Losses(
+            total=total,
+            lm_sum=lm_sum.detach(),
+            supervised=taught.sum(),
+            balance_sum=balance_sum.detach(),
+            index_kl_sum=kl_sum.detach(),
+            index_queries=queries,
+            expert_load=torch.stack([expert_load(block.routing, pack.image) for block in trace.blocks]),
+        )
+
+    def balance_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
+        return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
+
+    def _trace(self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Trace:
+        text = self.config.text
+        tokens = pack.flatten(input_ids)
+        x = self._embed(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
+        streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
+        pre_mix = torch.zeros(pack.tokens, text.hc_mult, dtype=torch.float32, device=x.device)
+        pre_mix[:, 0] = 1.0
+        shared = Shared()
+        blocks: list[BlockResult] = []
+        entering: list[Tensor] = []
+        for layer, block in enumerate(self.layers):
+            entering.append(streams)
+            rows = None
+            if block.engram is not None:
+                rows = engram_rows(text, layer, self.token_map, tokens, pack)
+            arguments = (streams, pre_mix, shared, rows, pack, self.runtime)
+            if self.runtime.recompute and torch.is_grad_enabled():
+                result = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                result = block(*arguments)
+            streams, pre_mix, shared = result.streams, result.pre_mix, result.shared
+            blocks.append(result)
+        return Trace(self.norm(collapse(streams, pre_mix)), blocks, entering)
+
+    def _embed(self, tokens: Tensor, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Tensor:
+        """[T, d]: token embeddings, with image spans replaced by tower features and the three learned vectors."""
+        x = self.embed(tokens)
+        if vision_token_types is None:
+            return x
+        if self.config.vision is None:
+            raise ValueError("the batch has image tokens, but this model's configuration has no vision_config")
+        types = pack.flatten(vision_token_types)
+        slots = (types == IMAGE).nonzero().flatten()
+        found = 0
+        if pixel_values is not None:
+            features = self.aligner(self.vision(pixel_values, image_grid_hws))
+            found = features.shape[0]
+        if found != len(slots):
+            raise ValueError(f"the batch has {len(slots)} IMAGE tokens but its images make {found}; check image_grid_hws")
+        for kind, vector in ((START, self.image_start), (NEWLINE, self.image_newline), (END, self.image_end)):
+            x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
+        return x.index_copy(0, slots, features.to(x.dtype)) if found else x
+
+    def _teach_indexers(self, blocks: list[BlockResult], taught: Tensor) -> tuple[Tensor, Tensor]:
+        """(KL summed over queries [index sources], queries int64 [index sources]); the mass of a source's followers is its target."""
+        sums, queries = [], []
+        for source in self.config.text.index_source_layer_ids:
+            lesson = blocks[source].lesson
+            followers = [b.mass for layer, b in enumerate(blocks) if self.config.text.index_source(layer) == source]
+            queries.append((taught & (lesson.topk_indices >= 0).any(-1)).sum())
+            if self.runtime.train_indexer and self.runtime.indexer_coef:
+                sums.append(indexer_loss(lesson, torch.stack(followers).sum(0), taught))
+            else:
+                sums.append(0.0 * (lesson.query.q.sum() + lesson.query.weights.sum() + lesson.keys.sum()).float())
+        if not sums:
+            return taught.new_zeros(0, dtype=torch.float32), taught.new_zeros(0, dtype=torch.int64)
+        return torch.stack(sums), torch.stack(queries)
+
+
+def build_model(
+    config: ModelConfig,
+    runtime: Runtime | None = None,
+    token_map: Tensor | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> DeepseekV41:
+    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in seconds.
+
+    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases).
+    """
+    model = allocate_model(config, runtime, token_map, device, dtype)
+    if torch.device(device).type != "meta":
+        init_weights(model, seed)
+    return model
+
+
+def allocate_model(
+    config: ModelConfig,
+    runtime: Runtime | None,
+    token_map: Tensor | None,
+    device: str | torch.device,
+    dtype: torch.dtype,
+) -> DeepseekV41:
+    """A model whose parameters are allocated on `device` but not yet written."""
+    if torch.device(device).type != "meta" or token_map is not None:
+        check_token_map(config.text, token_map)
+    with torch.device("meta"):
+        model = DeepseekV41(config, runtime)
+    model = cast_model(model, dtype).to_empty(device=device)
+    model.token_map = None if token_map is None else token_map.to(device)
+    return model
+
+
+FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")
+
+
+def cast_model(model: DeepseekV41, dtype: torch.dtype) -> DeepseekV41:
+    """Cast parameters to `dtype`, keeping what must stay fp32."""
+    for name, tensor in model.named_parameters():
+        if not any(part in name for part in FP32_NAMES):
+            tensor.data = tensor.data.to(dtype)
+    return model

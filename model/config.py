@@ -1,0 +1,399 @@
+"""The V4.1 configuration: released `config.json` names, their defaults and the rules between them.
+
+Defaults are the released DeepSeek-V4.1-Flash values. `ModelConfig.from_dict` accepts the released JSON shape and reports every
+problem at once; nothing else in `model/` checks configuration again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+MODEL_TYPE = "deepseek_v41"
+
+# Keys that configuration files carry without shaping the model, with the only value V4.1 has (None: any).
+_CARRIED = {
+    "model_type": None,
+    "dtype": None,
+    "torch_dtype": None,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": None,
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN frequency interpolation of the compressed layers (no attention-factor scaling)."""
+
+    rope_type: str = "yarn"
+    factor: float = 16.0
+    original_max_position_embeddings: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """The text backbone. Field names and defaults are those of the released configuration."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 5120
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 1
+    head_dim: int = 512
+    qk_rope_head_dim: int = 64
+    q_lora_rank: int = 1280
+    o_lora_rank: int = 1024
+    o_groups: int = 8
+    moe_intermediate_size: int = 2304
+    n_routed_experts: int = 384
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 6
+    scoring_func: str = "sqrtsoftplus"
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    rms_norm_eps: float = 1.0e-20
+    sliding_window: int = 128
+    compress_ratios: tuple[int, ...] = (0, 0, *[2] * 18, *[1] * 20, 0, 0, 0)
+    compress_rope_theta: float = 160000.0
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    max_position_embeddings: int = 1048576
+    kv_source_layer_ids: tuple[int, ...] = (2, 8, 14, 20)
+    index_source_layer_ids: tuple[int, ...] = (2, 8, 14, 20, 24, 28, 32, 36)
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    index_topk: int = 512
+    candidate_source_layer_id: int = 20
+    candidate_topk_blocks: int = 2048
+    candidate_block_size: int = 8
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1.0e-6
+    engram_layer_ids: tuple[int, ...] = (1, 14)
+    engram_num_embeddings: tuple[int, ...] = (384006168, 384016682)
+    engram_max_ngram_size: int = 4
+    engram_vocab_size: int = 16000000
+    engram_n_heads: int = 8
+    engram_head_dim: int = 256
+    engram_pad_token_id: int = 2
+    engram_compressed_vocab_size: int = 99092
+    num_nextn_predict_layers: int = 3
+    dspark_block_size: int = 5
+    dspark_noise_token_id: int = 128799
+    dspark_target_layer_ids: tuple[int, ...] = (37, 38, 39)
+    dspark_markov_rank: int = 256
+    dspark_n_routed_experts: int = 128
+    dspark_num_experts_per_tok: int = 3
+    initializer_range: float = 0.02
+    pad_token_id: int = 2
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+
+    def ratio(self, layer: int) -> int:
+        """Compression ratio of a backbone layer; 0 means sliding window only."""
+        return self.compress_ratios[layer]
+
+    def kv_source(self, layer: int) -> int | None:
+        """The Full layer whose compressed entries `layer` reads, or None for a window-only layer."""
+        return max((s for s in self.kv_source_layer_ids if s <= layer), default=None) if self.ratio(layer) else None
+
+    def index_source(self, layer: int) -> int | None:
+        """The layer whose selection `layer` uses, or None for a window-only layer."""
+        return max((s for s in self.index_source_layer_ids if s <= layer), default=None) if self.ratio(layer) else None
+
+    @property
+    def engram_hash_heads(self) -> int:
+        """Table rows read per token and layer: one for each n-gram order (2..max) and hash head."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower. Field names and defaults are those of the released configuration."""
+
+    num_hidden_layers: int = 32
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    intermediate_size: int = 2816
+    patch_size: int = 14
+    rope_theta: float = 10000.0
+    downsample_ratio: int = 3
+    max_image_tokens: int = 1024
+    min_pixels: int = 295936
+    max_wh_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A whole V4.1 model: `text` backbone, optional `vision` tower, and the token ids that both know."""
+
+    text: TextConfig = field(default_factory=TextConfig)
+    vision: VisionConfig | None = None
+    image_token_id: int = 129264
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+    extra: dict[str, Any] = field(default_factory=dict)  # released keys that do not shape the model; kept for writing back
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
+        """Build from the released JSON shape. Raises ValueError that lists every problem with its key."""
+        problems: list[str] = []
+        raw = dict(raw)
+        if raw.pop("model_type", MODEL_TYPE) != MODEL_TYPE:
+            problems.append(f"model_type: must be {MODEL_TYPE!r}")
+        if raw.pop("tie_word_embeddings", False):
+            problems.append("tie_word_embeddings: V4.1 has separate embedding and head, must be false")
+        for key in ("text_config", "vision_config"):
+            if not isinstance(raw.get(key) or {}, dict):
+                raise ValueError(f"{key}: must be a mapping of the released keys, got {type(raw[key]).__name__}")
+        ids = {k: raw.pop(k) for k in ("image_token_id", "bos_token_id", "eos_token_id", "pad_token_id") if k in raw}
+        text_raw = dict(raw.pop("text_config", None) or {})
+        vision_raw = raw.pop("vision_config", None)
+        scaling = dict(text_raw.pop("rope_scaling", None) or {})
+        if "type" in scaling:  # released files spell the key either way
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        rope = _fill(RopeScaling, scaling, "text_config.rope_scaling", problems)
+        if rope is not None:
+            text_raw["rope_scaling"] = rope
+        text = _fill(TextConfig, text_raw, "text_config", problems)
+        if vision_raw and vision_raw.get("num_hidden_layers") == 0:  # how text-only files spell "no tower"
+            vision_raw = None
+        vision = _fill(VisionConfig, dict(vision_raw), "vision_config", problems) if vision_raw else None
+        if text is not None:
+            problems += text_problems(text)
+        if vision is not None:
+            problems += vision_problems(vision)
+        if problems:
+            raise ValueError("the model configuration has these problems:\n  " + "\n  ".join(problems))
+        raw.pop("architectures", None)
+        return cls(text=text, vision=vision, extra=raw, **ids)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ModelConfig:
+        """Read `config.json` of a checkpoint folder."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; a checkpoint folder holds config.json beside its weights")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        try:
+            return cls.from_dict(raw)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The released JSON shape; `from_dict(to_dict())` is the identity."""
+        out: dict[str, Any] = {
+            "model_type": MODEL_TYPE,
+            "architectures": ["DeepseekV41ForCausalLM"],
+            "text_config": _plain(self.text),
+            "image_token_id": self.image_token_id,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "tie_word_embeddings": False,
+            **self.extra,
+        }
+        if self.vision is not None:
+            out["vision_config"] = _plain(self.vision)
+        return out
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a model is run; nothing here changes its parameters.
+
+    attention: "sparse" is the linear-cost path, "dense" the plain masked reference beside it.
+    kv_quant: FP4 fake quantisation of the shared main KV (QAT); the other two quantisers always belong to the forward.
+    candidate_pool: apply the hierarchical indexer's candidate restriction.
+    recompute: activation checkpointing of every block.
+    train_indexer: compute the indexer's KL loss; without it the indexer's parameters get no gradient at all.
+    balance_coef, indexer_coef: weights of the two auxiliary losses beside the language-model loss.
+    """
+
+    attention: Literal["sparse", "dense"] = "sparse"
+    kv_quant: bool = True
+    candidate_pool: bool = True
+    recompute: bool = False
+    train_indexer: bool = True
+    balance_coef: float = 1.0e-4
+    indexer_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("sparse", "dense"):
+            raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
+
+
+def text_problems(c: TextConfig) -> list[str]:
+    """Every broken rule of a text configuration, as 'key: what is wrong, what is allowed'."""
+    problems: list[str] = []
+
+    def need(ok: bool, key: str, message: str) -> None:
+        if not ok:
+            problems.append(f"text_config.{key}: {message}")
+
+    positive = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_lora_rank "
+        "o_groups moe_intermediate_size n_routed_experts num_experts_per_tok sliding_window index_n_heads index_head_dim "
+        "index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters"
+    )
+    for key in positive.split():
+        need(getattr(c, key) > 0, key, f"is {getattr(c, key)}, must be positive")
+    for key, only in (
+        ("num_key_value_heads", 1),
+        ("n_shared_experts", 1),
+        ("scoring_func", "sqrtsoftplus"),
+        ("topk_method", "noaux_tc"),
+        ("norm_topk_prob", True),
+    ):
+        need(getattr(c, key) == only, key, f"is {getattr(c, key)!r}, V4.1 has only {only!r}")
+    need(c.rope_scaling.rope_type == "yarn", "rope_scaling.rope_type", "V4.1 uses 'yarn'")
+    need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", f"is {c.qk_rope_head_dim}, must be even (rotated pairs)")
+    for key in ("head_dim", "index_head_dim"):
+        need(c.qk_rope_head_dim <= getattr(c, key), "qk_rope_head_dim", f"is larger than {key} {getattr(c, key)}")
+    need(
+        c.o_groups > 0 and c.num_attention_heads % c.o_groups == 0,
+        "o_groups",
+        f"is {c.o_groups}, must divide num_attention_heads {c.num_attention_heads}",
+    )
+    need(
+        c.num_experts_per_tok <= c.n_routed_experts,
+        "num_experts_per_tok",
+        f"is {c.num_experts_per_tok}, there are only {c.n_routed_experts} routed experts",
+    )
+    return problems + _schedule_problems(c) + _engram_problems(c)
+
+
+def _schedule_problems(c: TextConfig) -> list[str]:
+    """The CSA2 layer schedule: who compresses, who scores, who reuses."""
+    problems: list[str] = []
+    layers = c.num_hidden_layers
+    allowed = {layers, layers + c.num_nextn_predict_layers}
+    if len(c.compress_ratios) not in allowed:
+        problems.append(
+            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the {layers} layers"
+            f" (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
+        )
+        return problems
+    for layer, ratio in enumerate(c.compress_ratios):
+        if ratio < 0:
+            problems.append(f"text_config.compress_ratios: layer {layer} has ratio {ratio}, must be 0 (window only) or more")
+        if layer >= layers and ratio != 0:
+            problems.append(f"text_config.compress_ratios: drafter layer {layer} has ratio {ratio}, must be 0")
+    for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
+        ids = getattr(c, key)
+        for layer in ids:
+            if not 0 <= layer < layers:
+                problems.append(f"text_config.{key}: layer {layer} is out of range 0..{layers - 1}")
+        for before, after in zip(ids, ids[1:], strict=False):
+            if after <= before:
+                problems.append(f"text_config.{key}: layer {after} follows {before}, ids must strictly increase")
+    if problems:
+        return problems
+    for key in ("kv_source_layer_ids", "index_source_layer_ids"):
+        for layer in getattr(c, key):
+            if c.ratio(layer) == 0:
+                problems.append(f"text_config.{key}: layer {layer} has compress ratio 0, a window-only layer is no source")
+    for layer in c.kv_source_layer_ids:
+        if layer not in c.index_source_layer_ids:
+            problems.append(f"text_config.kv_source_layer_ids: layer {layer} must also be in index_source_layer_ids")
+    for layer in range(layers):
+        ratio, source = c.ratio(layer), c.kv_source(layer)
+        if not ratio:
+            continue
+        if source is None:
+            problems.append(f"text_config.compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it")
+        elif c.ratio(source) != ratio:
+            problems.append(
+                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has ratio "
+                f"{c.ratio(source)}; they must be equal"
+            )
+    if c.candidate_source_layer_id != -1 and c.candidate_source_layer_id not in c.kv_source_layer_ids:
+        problems.append(
+            f"text_config.candidate_source_layer_id: layer {c.candidate_source_layer_id} must be one of kv_source_layer_ids "
+            f"{list(c.kv_source_layer_ids)}, or -1 for off"
+        )
+    return problems
+
+
+def _engram_problems(c: TextConfig) -> list[str]:
+    if not c.engram_layer_ids:
+        return []
+    problems = []
+    if c.engram_max_ngram_size < 2:
+        problems.append(f"text_config.engram_max_ngram_size: is {c.engram_max_ngram_size}, must be at least 2")
+    for key in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
+        if getattr(c, key) < 1:
+            problems.append(f"text_config.{key}: is {getattr(c, key)}, must be positive")
+    if c.engram_num_embeddings and len(c.engram_num_embeddings) != len(c.engram_layer_ids):
+        problems.append(
+            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram "
+            "layers; give one each, or none to have them computed"
+        )
+    return problems
+
+
+def vision_problems(v: VisionConfig) -> list[str]:
+    """Every broken rule of a vision configuration."""
+    problems = []
+    if v.num_attention_heads < 1 or v.hidden_size % v.num_attention_heads:
+        problems.append(
+            f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
+        )
+    elif (v.hidden_size // v.num_attention_heads) % 4:
+        problems.append("vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)")
+    for key in ("patch_size", "downsample_ratio", "max_image_tokens", "num_hidden_layers", "intermediate_size"):
+        if getattr(v, key) < 1:
+            problems.append(f"vision_config.{key}: is {getattr(v, key)}, must be positive")
+    return problems
+
+
+def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> Any:
+    """Make dataclass `cls` from `raw`; unknown keys and wrong types become problems."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    defaults = cls()
+    before = len(problems)
+    for key, value in raw.items():
+        if key in _CARRIED:
+            if _CARRIED[key] is not None and value != _CARRIED[key]:
+                problems.append(f"{where}.{key}: is {value!r}, V4.1 has only {_CARRIED[key]!r}")
+            continue
+        if key not in known:
+            problems.append(f"{where}.{key}: unknown key")
+            continue
+        default = getattr(defaults, key)
+        if isinstance(default, tuple):
+            ok = isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+            value = tuple(value) if ok else value
+        elif isinstance(default, bool):
+            ok = isinstance(value, bool)
+        elif isinstance(default, int):
+            ok = isinstance(value, int) and not isinstance(value, bool)
+        elif isinstance(default, float) or default is None:
+            ok = (isinstance(value, (int, float)) and not isinstance(value, bool)) or (default is None and value is None)
+        else:
+            ok = isinstance(value, type(default))
+        if not ok:
+            want = "a list of integers" if isinstance(default, tuple) else type(default).__name__
+            problems.append(f"{where}.{key}: {value!r} must be {want}")
+            continue
+        values[key] = value
+    return cls(**values) if len(problems) == before else None
+
+
+def _plain(config: TextConfig | VisionConfig) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}

@@ -1,0 +1,216 @@
+"""Engram: hashed n-gram memory, added to all residual streams before a block's attention.
+
+Token ids are compressed (spellings that normalise alike share an id), the n-grams that end at a token are hashed into prime-sized
+tables, and the rows found there make n keys and one value that a gate writes into the streams.
+Shapes: T tokens, n streams, d hidden, G = (max_ngram - 1) * heads rows per token and layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, normalizers
+from torch import Tensor, nn
+
+from model.config import TextConfig
+from model.pack import Pack
+
+@dataclass(frozen=True)
+class EngramTables:
+    """Hash constants of every Engram layer: multipliers [layers][orders+1], primes and offsets [layers][G], rows [layers]."""
+
+    multipliers: tuple[tuple[int, ...], ...]
+    primes: tuple[tuple[int, ...], ...]
+    offsets: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
+
+
+def engram_tables(config: TextConfig) -> EngramTables:
+    """The constants that the released configuration implies. Raises ValueError if `engram_num_embeddings` contradicts them."""
+    tables = _tables(
+        config.engram_layer_ids,
+        config.engram_max_ngram_size,
+        config.engram_n_heads,
+        config.engram_vocab_size,
+        config.engram_compressed_vocab_size,
+    )
+    if config.engram_num_embeddings and tuple(config.engram_num_embeddings) != tables.rows:
+        raise ValueError(
+            f"text_config.engram_num_embeddings: is {list(config.engram_num_embeddings)}, but engram_vocab_size, engram_n_heads and "
+            f"engram_max_ngram_size give {list(tables.rows)}; correct it or leave it empty"
+        )
+    return tables
+
+
+@lru_cache(maxsize=8)
+def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, compressed_vocab: int) -> EngramTables:
+    bound = max(1, (2**63 - 1) // compressed_vocab // 2)
+    used: set[int] = set()
+    multipliers, primes, offsets, rows = [], [], [], []
+    for layer in layer_ids:
+        drawn = np.random.default_rng(10007 * layer).integers(0, bound, size=orders, dtype=np.int64)
+        multipliers.append(tuple(int(m) * 2 + 1 for m in drawn))
+        sizes: list[int] = []
+        for _ in range(orders - 1):
+            candidate = vocab - 1
+            for _ in range(heads):
+                candidate = _next_unused_prime(candidate, used)
+                used.add(candidate)
+                sizes.append(candidate)
+        primes.append(tuple(sizes))
+        offsets.append(tuple(sum(sizes[:i]) for i in range(len(sizes))))
+        rows.append(sum(sizes))
+    return EngramTables(tuple(multipliers), tuple(primes), tuple(offsets), tuple(rows))
+
+
+def _next_unused_prime(after: int, used: set[int]) -> int:
+    candidate = max(after + 1, 2)
+    while candidate in used or not _is_prime(candidate):
+        candidate += 1
+    return candidate
+
+
+def _is_prime(n: int) -> bool:
+    """Deterministic Miller-Rabin, exact below 3.3e24."""
+    small = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
+    if n < 2 or any(n % p == 0 for p in small):
+        return n in small
+    odd, twos = n - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in small:
+        x = pow(base, odd, n)
+        if x in (1, n - 1):
+            continue
+        for _ in range(twos - 1):
+            x = x * x % n
+            if x == n - 1:
+                break
+        else:
+            return False
+    return True
+
+
+def build_token_map(tokenizer: Tokenizer) -> Tensor:
+    """int64 [len(tokenizer)]: compressed id of every token id, in order of first appearance.
+
+    Two tokens share an id when their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs of space,
+    tab, CR and LF into one space, and stripping (a lone space stays). A token that does not decode on its own counts by its raw
+    spelling, one of which nothing is left by its decoded text.
+    """
+    ids: dict[str, int] = {}
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    normalizer = _text_normalizer()
+    keys = (_compression_key(tokenizer, normalizer, token) for token in range(size))
+    return torch.tensor([ids.setdefault(key, len(ids)) for key in keys], dtype=torch.int64)
+
+
+def _text_normalizer() -> normalizers.Normalizer:
+    lone_space = "\ue000"  # private-use stand-in, so that stripping leaves a token that is only a space
+    return normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"^ $"), lone_space),
+            normalizers.Strip(),
+            normalizers.Replace(lone_space, " "),
+        ]
+    )
+
+
+def _compression_key(tokenizer: Tokenizer, normalizer: normalizers.Normalizer, token: int) -> str:
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    if "\ufffd" in text:
+        return tokenizer.id_to_token(token) or ""
+    return normalizer.normalize_str(text) or text
+
+
+def hash_ids(
+    tables: EngramTables, layer: int, token_map: Tensor, pad_token_id: int, tokens: Tensor, document_start: Tensor, masked: Tensor | None
+) -> Tensor:
+    """Table rows of one Engram layer (`layer` counts Engram layers): int64 [T, G].
+
+    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the document or meets a
+    masked position reads the pad token's compressed id, and so do all farther ones. int64 arithmetic wraps.
+    """
+    index = torch.arange(tokens.shape[0], device=tokens.device)
+    compressed = token_map[tokens]
+    pad = token_map[pad_token_id]
+    reachable = torch.ones_like(tokens, dtype=torch.bool)
+    multipliers, primes, offsets = tables.multipliers[layer], tables.primes[layer], tables.offsets[layer]
+    heads = len(primes) // (len(multipliers) - 1)
+    rolling = torch.zeros_like(tokens)
+    found = []
+    for back, multiplier in enumerate(multipliers):
+        at = index - back
+        reachable = reachable & (at >= document_start)
+        at = at.clamp(min=0)
+        if masked is not None:
+            reachable = reachable & ~masked[at]
+        rolling = rolling ^ (torch.where(reachable, compressed[at], pad) * multiplier)
+        if back == 0:
+            continue
+        head = slice((back - 1) * heads, back * heads)
+        size = torch.tensor(primes[head], device=tokens.device)
+        found.append(torch.remainder(rolling[:, None], size) + torch.tensor(offsets[head], device=tokens.device))
+    return torch.cat(found, dim=1)
+
+
+class Engram(nn.Module):
+    """One Engram layer: table, projection to n keys and a value, per-stream gate."""
+
+    def __init__(self, config: TextConfig, layer: int):
+        super().__init__()
+        n, d = config.hc_mult, config.hidden_size
+        self.n, self.eps = n, config.rms_norm_eps
+        self.number = config.engram_layer_ids.index(layer)
+        self.tables = engram_tables(config)
+        self.embed = nn.Embedding(self.tables.rows[self.number], config.engram_head_dim)
+        self.wkv = nn.Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
+        self.q_weight = nn.Parameter(torch.empty(n, d))
+        self.k_weight = nn.Parameter(torch.empty(n, d))
+
+    def forward(self, streams: Tensor, rows: Tensor, pack: Pack) -> Tensor:
+        """streams [T, n, d], rows int64 [T, G] from `hash_ids` -> streams with the gated value added."""
+        memory = self.wkv(self.embed(rows).flatten(1)).unflatten(-1, (self.n + 1, -1))
+        key, value = memory[:, : self.n].float(), memory[:, self.n].float()
+        x = streams.float()
+        weight = (self.q_weight * self.k_weight).float()
+        dot = (x * weight * key).sum(-1) * x.shape[-1] ** -0.5
+        s = dot * torch.rsqrt(x.square().mean(-1) + self.eps) * torch.rsqrt(key.square().mean(-1) + self.eps)
+        gate = torch.sigmoid(s.sign() * s.abs().clamp(min=1e-6).sqrt())
+        if pack.image is not None:
+            gate = gate * ~pack.image[:, None]
+        return streams + (gate[:, :, None] * value[:, None, :]).to(streams.dtype)
+
+
+def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Tensor, pack: Pack) -> Tensor:
+    """Rows of Engram layer `layer` (a backbone layer id) for the pack's tokens int64 [T]."""
+    number = config.engram_layer_ids.index(layer)
+    return hash_ids(
+        engram_tables(config), number, token_map, config.engram_pad_token_id, input_ids, pack.document_start, pack.image
+    )
+
+
+def check_token_map(config: TextConfig, token_map: Tensor | None) -> None:
+    """Raise ValueError unless the map fits an Engram model of this configuration."""
+    if not config.engram_layer_ids:
+        return
+    if token_map is None:
+        raise ValueError("this configuration has Engram layers: a token map is needed (model.engram.build_token_map(tokenizer))")
+    if token_map.dtype != torch.int64 or token_map.dim() != 1:
+        raise ValueError(f"the Engram token map must be int64 [tokens], got {token_map.dtype} {list(token_map.shape)}")
+    compressed = int(token_map.max()) + 1
+    if compressed > config.engram_compressed_vocab_size:
+        raise ValueError(
+            f"text_config.engram_compressed_vocab_size: is {config.engram_compressed_vocab_size}, but the tokenizer has {compressed} "
+            "distinct compressed tokens"
+        )
+
+

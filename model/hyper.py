@@ -1,0 +1,138 @@
+"""Single-pass manifold-constrained hyper-connections (mHC): n residual streams, mixed by input-dependent coefficients.
+
+Shapes: T tokens, n streams (`hc_mult`), d hidden. Coefficients are fp32 everywhere.
+A sublayer reads `collapse(X, pre of the previous sublayer)` and writes `expand(X, y, post, comb)`; its own coefficients come from
+the streams that enter it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import TextConfig
+
+
+class Mix(NamedTuple):
+    """Coefficients of one sublayer, fp32: pre [T, n], post [T, n], comb [T, n, n] (first index = source stream)."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+class HyperConnection(nn.Module):
+    """Coefficients of one sublayer: `fn` [(2+n)n, n*d], `base` [(2+n)n], `scale` [3], all fp32 whatever the model's dtype."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        n, d = config.hc_mult, config.hidden_size
+        self.n, self.iters, self.hc_eps, self.eps = n, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        self.fn = nn.Parameter(torch.empty((2 + n) * n, n * d, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty((2 + n) * n, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+
+    def forward(self, streams: Tensor) -> Mix:
+        """streams [T, n, d] -> the coefficients of this sublayer."""
+        n = self.n
+        with torch.autocast(streams.device.type, enabled=False):
+            flat = streams.flatten(1).float()
+            # token axis last: the many small steps below then run on long contiguous rows
+            mixes = self.fn @ flat.t() * torch.rsqrt(flat.square().mean(-1) + self.eps)  # [(2+n)n, T]
+            scale = torch.repeat_interleave(self.scale, torch.tensor([n, n, n * n], device=mixes.device), output_size=(2 + n) * n)
+            logits = mixes * scale[:, None] + self.base[:, None]
+            pre = torch.sigmoid(logits[:n]) + self.hc_eps
+            post = 2 * torch.sigmoid(logits[n : 2 * n])
+            comb = sinkhorn(logits[2 * n :].unflatten(0, (n, n)), self.iters, self.hc_eps)
+        return Mix(pre.t().contiguous(), post.t().contiguous(), comb.permute(2, 0, 1).contiguous())
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """[n, n, T] logits -> (nearly) doubly stochastic [n, n, T], fp32.
+
+    Softmax over the target axis plus eps, one column normalisation, then iters-1 times rows and columns, every denominator + eps.
+    """
+    return _Sinkhorn.apply(logits, iters, eps)
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Keeps only each step's normalised matrix; autograd would keep and launch several times as many small tensors."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, iters: int, eps: float) -> Tensor:
+        soft = torch.softmax(logits, dim=1)
+        m = soft + eps
+        steps = []
+        for k in range(2 * iters - 1):
+            denominator = m.sum(k % 2, keepdim=True).add_(eps)  # even steps: over sources (columns), odd: over targets (rows)
+            m = m / denominator
+            steps.append((m, denominator))
+        ctx.save_for_backward(soft, *(t for step in steps for t in step))
+        return m
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        soft, *saved = ctx.saved_tensors
+        for k in reversed(range(len(saved) // 2)):
+            m, denominator = saved[2 * k], saved[2 * k + 1]
+            grad = (grad - (grad * m).sum(k % 2, keepdim=True)) / denominator
+        return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    return _Collapse.apply(streams, pre)
+
+
+class _Collapse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, streams: Tensor, pre: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, pre)
+        return _weighted_sum(streams, pre).to(streams.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        streams, pre = ctx.saved_tensors
+        d_streams = (grad[:, None, :] * pre[:, :, None]).to(streams.dtype)
+        d_pre = torch.bmm(streams.float(), grad.float()[:, :, None]).squeeze(-1)
+        return d_streams, d_pre
+
+
+def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: streams [T, n, d], y [T, d] -> new streams [T, n, d]."""
+    return _Expand.apply(streams, y, post, comb)
+
+
+class _Expand(torch.autograd.Function):
+    """n*(n+1) fused multiply-adds on [T, d]: a batched product of T tiny matrices is several times slower on a CPU."""
+
+    @staticmethod
+    def forward(ctx, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, y, post, comb)
+        out = torch.empty_like(streams)
+        for j in range(streams.shape[1]):
+            new = _weighted_sum(streams, comb[:, :, j]).addcmul_(y.float(), post[:, j : j + 1])
+            out[:, j] = new
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        streams, y, post, comb = ctx.saved_tensors
+        d_streams = torch.empty_like(streams)
+        for i in range(streams.shape[1]):
+            d_streams[:, i] = _weighted_sum(grad, comb[:, i, :])
+        wide = grad.float()
+        d_y = _weighted_sum(grad, post).to(y.dtype)
+        d_post = torch.bmm(wide, y.float()[:, :, None]).squeeze(-1)
+        d_comb = torch.bmm(streams.float(), wide.transpose(1, 2))
+        return d_streams, d_y, d_post, d_comb
+
+
+def _weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """fp32 sum_i weights[:, i] * x[:, i]: [T, n, d], [T, n] -> [T, d]."""
+    total = x[:, 0].float() * weights[:, 0:1]
+    for i in range(1, x.shape[1]):
+        total.addcmul_(x[:, i].float(), weights[:, i : i + 1])
+    return total

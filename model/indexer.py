@@ -1,0 +1,202 @@
+"""The lightning indexer: scores compressed entries, keeps candidate blocks, selects the top-k, and learns from the attention.
+
+Shapes: T tokens, Hi index heads, Di index head dim, N entry slots, K = `index_topk`, M candidate blocks, b block size.
+    score[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j])
+Selection is hard and carries no gradient; `indexer_loss` teaches the scores the attention mass that the main attention really puts
+on the selected entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import TextConfig
+from model.pack import Entries, Pack
+from model.quantize import fake_quant_mxfp4
+from model.rope import rotate
+from model.norm import RMSNorm
+from model.sparse import CHUNK_ELEMENTS
+
+
+class IndexQuery(NamedTuple):
+    """What an index source asks with: q [T, Hi, Di] (rotated, quantised), weights fp32 [T, Hi]."""
+
+    q: Tensor
+    weights: Tensor
+
+
+class Indexer(nn.Module):
+    """Queries of an index source; a Full layer also owns the keys."""
+
+    def __init__(self, config: TextConfig, owns_keys: bool):
+        super().__init__()
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.dim, bias=False)
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        if owns_keys:
+            self.wk = nn.Linear(config.head_dim, self.dim, bias=False)
+            self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
+
+    def query(self, x: Tensor, q_lat: Tensor, pack: Pack) -> IndexQuery:
+        """x [T, d], q_lat [T, q_lora]; both are detached here, the language-model loss does not reach the indexer."""
+        q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))
+        q = fake_quant_mxfp4(rotate(q, pack.phasors_yarn))
+        weights = self.weights_proj(x.detach()).float() * (self.dim**-0.5 * self.heads**-0.5)
+        return IndexQuery(q, weights)
+
+    def keys(self, latent: Tensor, entries: Entries) -> Tensor:
+        """Un-rotated latent [N, D], detached here -> [N, Di], rotated and quantised."""
+        return fake_quant_mxfp4(rotate(self.k_norm(self.wk(latent.detach())), entries.phasors))
+
+
+@torch.no_grad()
+def select(
+    query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int, pool: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Score every visible entry; keep the best.
+
+    Returns topk_indices int32 [T, topk] (slots, -1 = none left, otherwise in descending score) and, when `pool` is a number,
+    candidates int32 [T, min(pool, blocks)]: the block that holds the newest visible entry and the best others by their best entry.
+    Candidates bind later index sources; the source itself chooses freely.
+    Cost: O(T * visible entries) multiply-adds in chunks of queries; no [T, N] matrix.
+    """
+    tokens = query.q.shape[0]
+    topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
+    blocks = entries.slots // block
+    restrict = pool is not None and blocks > pool
+    candidates = torch.full((tokens, pool), -1, dtype=torch.int32, device=keys.device) if restrict else None
+    for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
+        rows = slice(start, stop)
+        scores = _scores(query.q[rows], query.weights[rows], keys[low:high])
+        slot = torch.arange(low, high, device=keys.device)
+        unseen = (slot < entries.visible_from[rows, None]) | (slot >= entries.visible_to[rows, None])
+        scores.masked_fill_(unseen, float("-inf"))
+        if restrict:
+            kept = _best_blocks(scores, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
+            candidates[rows, : kept.shape[1]] = kept
+        topk_indices[rows, : min(topk, high - low)] = _best(scores, topk, low)
+    return topk_indices, candidates
+
+
+@torch.no_grad()
+def select_from_candidates(
+    query: IndexQuery, keys: Tensor, entries: Entries, candidates: Tensor, topk: int, block: int
+) -> Tensor:
+    """Score only the entries of each query's candidate blocks: int32 [T, topk], O(T * M * b) whatever the length."""
+    tokens, pool = candidates.shape
+    topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
+    per_query = pool * block * (query.q.shape[1] + keys.shape[1])
+    step = max(1, CHUNK_ELEMENTS.get(keys.device.type, CHUNK_ELEMENTS["cuda"]) // per_query)
+    within = torch.arange(block, device=keys.device, dtype=torch.int32)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        slots = (candidates[rows, :, None].clamp(min=0) * block + within).flatten(1)
+        chosen = keys.index_select(0, slots.flatten()).view(*slots.shape, -1)
+        scores = _scores(query.q[rows], query.weights[rows], chosen)
+        allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (slots < entries.visible_to[rows, None])
+        scores.masked_fill_(~allowed, float("-inf"))
+        best = scores.topk(min(topk, scores.shape[1]), dim=-1)
+        found = slots.gather(1, best.indices).masked_fill_(best.values == float("-inf"), -1)
+        topk_indices[rows, : found.shape[1]] = found
+    return topk_indices
+
+
+def _query_chunks(entries: Entries, heads: int, block: int):
+    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see; queries that see none are left out."""
+    tokens = entries.host_to.shape[0]
+    widest = int((entries.host_to - entries.host_from).max()) if tokens else 0
+    budget = CHUNK_ELEMENTS.get(entries.visible_to.device.type, CHUNK_ELEMENTS["cuda"])
+    step = max(16, budget // max(1, heads * widest))
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        low, high = int(entries.host_from[start]), int(entries.host_to[stop - 1])
+        high = min(-(-high // block) * block, entries.slots)
+        if high > low:
+            yield start, stop, low, high
+
+
+def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """fp32 [C, n] for keys [n, Di] shared by all queries, or [C, n, Di] of each query's own."""
+    if keys.dim() == 2:
+        dots = (q.flatten(0, 1) @ keys.t()).view(q.shape[0], q.shape[1], -1)
+    else:
+        dots = torch.bmm(q, keys.transpose(1, 2))
+    return torch.bmm(weights[:, None, :], dots.float().relu_()).squeeze(1)
+
+
+def _best_blocks(scores: Tensor, visible_from: Tensor, visible_to: Tensor, low: int, block: int, pool: int) -> Tensor:
+    """Candidate blocks of a chunk: int32 [C, min(pool, blocks in range)], -1 where fewer are reachable."""
+    best = scores.unflatten(1, (-1, block)).amax(-1)
+    newest = ((visible_to - 1).clamp(min=low) - low) // block
+    sees = visible_to > visible_from
+    best.scatter_(1, newest[:, None], torch.where(sees, float("inf"), float("-inf"))[:, None])
+    top = best.topk(min(pool, best.shape[1]), dim=-1)
+    return (top.indices + low // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
+
+
+def _best(scores: Tensor, topk: int, low: int) -> Tensor:
+    best = scores.topk(min(topk, scores.shape[1]), dim=-1)
+    return (best.indices + low).masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
+
+
+class Lesson(NamedTuple):
+    """All that one index source's loss needs: its query and keys (with their graph), and what was selected."""
+
+    query: IndexQuery
+    keys: Tensor
+    topk_indices: Tensor
+
+
+def indexer_loss(lesson: Lesson, mass: Tensor, taught: Tensor) -> Tensor:
+    """Sum over the taught queries of KL(target || student) on their selected entries: 0-d fp32.
+
+    Target: attention mass [T, K] that the layers which consume the selection put on its entries (summed over heads and layers, the
+    main attention's own denominators), L1-normalised, detached. Student: softmax of the index scores over the same entries.
+    taught bool [T]: supervised queries. Queries that see no entry are left out. V3.2's sparse stage, carried over to V4.1.
+    """
+    return _IndexerLoss.apply(lesson.query.q, lesson.query.weights, lesson.keys, lesson.topk_indices, mass, taught)
+
+
+class _IndexerLoss(torch.autograd.Function):
+    """Loss and gradients in one pass over chunks of queries, so that no gathered keys outlive their chunk."""
+
+    @staticmethod
+    def forward(ctx, q, weights, keys, topk_indices, mass, taught):
+        tokens, heads, dim = q.shape
+        k = topk_indices.shape[1]
+        need = any(ctx.needs_input_grad[:3])
+        d_q, d_weights = (torch.zeros_like(q), torch.zeros_like(weights)) if need else (None, None)
+        d_keys = torch.zeros_like(keys, dtype=torch.float32) if need else None
+        total = torch.zeros((), dtype=torch.float32, device=q.device)
+        rows_all = (taught & (topk_indices >= 0).any(-1)).nonzero().flatten()
+        step = max(1, CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS["cuda"]) // max(1, k * (heads + dim)))
+        for rows in rows_all.split(step):
+            index = topk_indices.index_select(0, rows)
+            missing = index < 0
+            index = index.clamp(min=0).flatten()
+            chosen = keys.index_select(0, index).view(len(rows), k, dim)
+            q_rows, w_rows = q.index_select(0, rows), weights.index_select(0, rows)
+            active = torch.bmm(q_rows, chosen.transpose(1, 2)).float().relu_()  # [R, Hi, K]
+            scores = torch.bmm(w_rows[:, None, :], active).squeeze(1).masked_fill_(missing, float("-inf"))
+            target = mass.index_select(0, rows).masked_fill(missing, 0.0)
+            target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            log_student = scores.log_softmax(-1)
+            total += (torch.xlogy(target, target) - target * log_student.masked_fill(missing, 0.0)).sum()
+            if not need:
+                continue
+            d_scores = log_student.exp().mul_(target.sum(-1, keepdim=True)).sub_(target)
+            d_weights[rows] = torch.bmm(active, d_scores[:, :, None]).squeeze(-1)
+            d_dots = (w_rows[:, :, None] * d_scores[:, None, :]).mul_(active > 0).to(q.dtype)
+            d_q[rows] = torch.bmm(d_dots, chosen)
+            d_keys.index_add_(0, index, torch.bmm(d_dots.transpose(1, 2), q_rows).flatten(0, 1).float())
+        if need:
+            ctx.save_for_backward(d_q, d_weights, d_keys.to(keys.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_q, d_weights, d_keys = ctx.saved_tensors
+        return d_q * grad, d_weights * grad, d_keys * grad, None, None, None

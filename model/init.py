@@ -1,0 +1,41 @@
+"""All initial distributions in one place."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from model.backbone import DeepseekV41
+
+
+@torch.no_grad()
+def init_weights(model: DeepseekV41, seed: int) -> None:
+    """Initialise every parameter and buffer in place, in name order, from one generator per device.
+
+    Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query weights: 1. Biases,
+    sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal shares, so `pre` starts at 1/n, `post`
+    at 1, `comb` near the identity, and the input-dependent part at a hundredth of its scale.
+    """
+    text = model.config.text
+    n = text.hc_mult
+    generator = torch.Generator(device=model.embed.weight.device).manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf == "scale":
+            parameter.fill_(0.01)
+        elif leaf == "base":
+            parameter[:n] = -math.log(max(n - 1, 1e-6))  # sigmoid gives 1/n
+            parameter[n : 2 * n] = 0.0
+            parameter[2 * n :] = 4.0 * torch.eye(n, device=parameter.device).flatten()
+        elif leaf in ("q_weight", "k_weight") or "norm" in name:
+            parameter.fill_(1.0)
+        elif leaf in ("bias", "attn_sink"):
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, text.initializer_range, generator=generator)
+    for bias, bias_vl in model.balance_buffers():
+        bias.zero_()
+        bias_vl.zero_()

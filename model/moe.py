@@ -1,0 +1,198 @@
+"""Mixture of experts: square-root softplus scores, two selection biases (text, image), clamped SwiGLU experts, a shared expert.
+
+Shapes: T tokens, d hidden, E experts, k experts per token, f expert intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import TextConfig
+from model.pack import Pack
+
+
+class Routing(NamedTuple):
+    """indices int64 [T, k], weights fp32 [T, k], scores fp32 [T, E] (unbiased)."""
+
+    indices: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+class Gate(nn.Module):
+    """Chooses experts by score + bias, weighs them by score alone. The biases are buffers moved by the balance rule only."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        experts = config.n_routed_experts
+        self.k, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
+        self.register_buffer("bias_vl", torch.zeros(experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor, image: Tensor | None) -> Routing:
+        """x [T, d], image bool [T] (None: text only)."""
+        with torch.autocast(x.device.type, enabled=False):
+            scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
+            bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
+            indices = (scores.detach() + bias).topk(self.k, dim=-1).indices
+            weights = scores.gather(1, indices)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
+        return Routing(indices, weights, scores)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
+        self.w1 = nn.Parameter(torch.empty(e, f, d))
+        self.w2 = nn.Parameter(torch.empty(e, d, f))
+        self.w3 = nn.Parameter(torch.empty(e, f, d))
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts."""
+        tokens, k = routing.indices.shape
+        flat = routing.indices.flatten()
+        order = flat.argsort(stable=True)  # expert-major copies of the tokens
+        ends = torch.bincount(flat, minlength=self.w1.shape[0]).cumsum(0).to(torch.int32)
+        rows = _Dispatch.apply(x, order, k)
+        gate = grouped_linear(rows, self.w1, ends)
+        up = grouped_linear(rows, self.w3, ends)
+        weights = routing.weights.flatten().index_select(0, order)
+        hidden = clamped_swiglu(gate, up, self.limit, weights)
+        return _Combine.apply(grouped_linear(hidden, self.w2, ends).float(), order, k)
+
+
+class SharedExpert(nn.Module):
+    """The expert every token gets, padding included; the same clamped SwiGLU without a routing weight."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        d, f = config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
+        self.w1 = nn.Linear(d, f, bias=False)
+        self.w2 = nn.Linear(f, d, bias=False)
+        self.w3 = nn.Linear(d, f, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared expert, with the statistics that balancing needs."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        self.gate = Gate(config)
+        self.experts = Experts(config)
+        self.shared_experts = SharedExpert(config)
+
+    def forward(self, x: Tensor, pack: Pack) -> tuple[Tensor, Routing]:
+        """x [T, d] -> ([T, d], routing). The routing is returned, never stored: a recomputed block counts nothing twice."""
+        routing = self.gate(x, pack.image)
+        y = self.experts(x, routing) + self.shared_experts(x).float()
+        return y.to(x.dtype), routing
+
+
+def expert_load(routing: Routing, image: Tensor | None) -> Tensor:
+    """int64 [2, E]: how many (token, choice) pairs each expert got, from text tokens (0) and from image tokens (1)."""
+    experts = routing.scores.shape[1]
+    cell = routing.indices if image is None else routing.indices + experts * image[:, None]
+    return torch.bincount(cell.flatten(), minlength=2 * experts).view(2, experts)
+
+
+def sequence_balance(routing: Routing, pack: Pack) -> Tensor:
+    """Sequence-level balance loss summed over tokens: sum over documents of length * sum_e f_e P_e (DeepSeek-V3 form).
+
+    f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its length (our choice:
+    packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
+    """
+    experts, k = routing.scores.shape[1], routing.indices.shape[1]
+    documents = pack.document_lengths.shape[0]
+    cell = pack.document[:, None] * experts + routing.indices
+    count = torch.bincount(cell.flatten(), minlength=documents * experts).view(documents, experts)
+    frequency = count * (experts / k) / pack.document_lengths[:, None]
+    share = routing.scores / routing.scores.sum(-1, keepdim=True)
+    return (share * frequency.index_select(0, pack.document)).sum()
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """rows [R, in] in group order, weight [E, out, in], ends int32 [E] (running ends) -> [R, out], in the autocast dtype if one is on."""
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]], computed in fp32, returned in gate's dtype."""
+    return _ClampedSwiGLU.apply(gate, up, limit, weights)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, limit: float, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weights)
+        ctx.limit = limit
+        out = F.silu(gate.float().clamp(max=limit)).mul_(up.float().clamp(-limit, limit))
+        if weights is not None:
+            out.mul_(weights[:, None])
+        return out.to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up, weights = ctx.saved_tensors
+        limit, grad = ctx.limit, grad.float()
+        g, u = gate.float(), up.float()
+        g_clamped, u_clamped = g.clamp(max=limit), u.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(g_clamped)
+        silu = g_clamped * sigmoid
+        d_weights = None
+        if weights is not None:
+            d_weights = (grad * silu * u_clamped).sum(-1)
+            grad = grad * weights[:, None]
+        d_silu = sigmoid.mul_(1 + g_clamped - silu)  # sigmoid * (1 + g * (1 - sigmoid))
+        d_gate = (grad * u_clamped).mul_(d_silu).mul_(g <= limit)
+        d_up = (grad * silu).mul_(u.abs() <= limit)
+        return d_gate.to(gate.dtype), d_up.to(up.dtype), None, d_weights
+
+
+class _Dispatch(torch.autograd.Function):
+    """[T, d] -> [T*k, d] in expert order; the gradient is summed over a token's k copies in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return x.index_select(0, order.div(k, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _sum_copies(grad, ctx.saved_tensors[0], ctx.k), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The transpose of _Dispatch: [T*k, d] in expert order -> [T, d]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _sum_copies(rows, order, k)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.saved_tensors[0].div(ctx.k, rounding_mode="floor")), None, None
+
+
+def _sum_copies(rows: Tensor, order: Tensor, k: int) -> Tensor:
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], device=order.device)
+    return rows.index_select(0, place).unflatten(0, (-1, k)).sum(1)

@@ -1,0 +1,167 @@
+"""The pack: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
+
+Every layer works on [T, ...] tensors. Rows, padding and document borders exist only here: each row of a batch is one document, or
+several when `seq_lens` says so; padding is dropped on entry and put back on exit. So a packed batch equals its documents run
+alone, and nothing needs alignment between documents.
+
+Shapes: T tokens of the pack, N entry slots of one compression ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import TextConfig
+from model.rope import inverse_frequencies, rotations
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Compressed entries of one ratio r in slot order.
+
+    A document's floor(len/r) entries fill consecutive slots; each document starts at a multiple of `candidate_block_size`, so a
+    block of the hierarchical indexer is `slot // block_size` and a document's visible entries are always one range of slots.
+    """
+
+    ratio: int
+    first_token: Tensor  # int64 [N]: pack index of the first token of the slot's group (unused slots repeat a valid index)
+    phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
+    visible_from: Tensor  # int64 [T]: first slot of the query's document
+    visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
+    host_from: Tensor  # the same two on the CPU, to bound the scoring chunks without a device sync
+    host_to: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.first_token.shape[0]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Token layout of one micro-batch; immutable, built once and read by every layer."""
+
+    rows: int
+    row_length: int
+    gather: Tensor | None  # int64 [T]: index of each real token in the flattened [B*S]; None when every position is real
+    document: Tensor  # int64 [T]: running document number over the batch
+    document_start: Tensor  # int64 [T]: pack index of the first token of the token's document
+    document_lengths: Tensor  # int64 [documents]
+    position: Tensor  # int64 [T]: position in the document
+    image: Tensor | None  # bool [T]: token belongs to an image span; None when the batch has no image
+    phasors: Tensor  # complex64 [T, rope/2] of window-only layers
+    phasors_yarn: Tensor  # complex64 [T, rope/2] of compressed layers
+    entries: dict[int, Entries]  # by compression ratio
+
+    @property
+    def tokens(self) -> int:
+        return self.position.shape[0]
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """[B, S, ...] -> [T, ...]: the real tokens."""
+        flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
+        return flat if self.gather is None else flat.index_select(0, self.gather)
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B, S, ...]; padding positions are zero."""
+        if self.gather is not None:
+            full = x.new_zeros(self.rows * self.row_length, *x.shape[1:])
+            x = full.index_copy(0, self.gather, x)
+        return x.reshape(self.rows, self.row_length, *x.shape[1:])
+
+
+def build_pack(
+    config: TextConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    vision_token_types: Tensor | None = None,
+) -> Pack:
+    """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row) and `seq_lens`
+    [B, documents] (lengths, zero = none). Raises ValueError when they are malformed."""
+    rows, row_length = input_ids.shape
+    device = input_ids.device
+    starts, lengths = _documents(rows, row_length, attention_mask, seq_lens)
+    length = torch.tensor(lengths)
+    token_start = length.cumsum(0) - length  # pack index of each document's first token
+    document = torch.repeat_interleave(torch.arange(len(lengths)), length)
+    position = torch.arange(int(length.sum())) - token_start[document]
+    gather = torch.tensor(starts)[document] + position
+    full = len(gather) == rows * row_length
+    ratios = sorted({r for r in config.compress_ratios[: config.num_hidden_layers] if r})
+    yarn = inverse_frequencies(config, compressed=True)
+    image = None
+    if vision_token_types is not None:
+        image = (vision_token_types.reshape(-1)[gather.to(device)] >= 0).to(device)
+    return Pack(
+        rows=rows,
+        row_length=row_length,
+        gather=None if full else gather.to(device),
+        document=document.to(device),
+        document_start=token_start[document].to(device),
+        document_lengths=length.to(device),
+        position=position.to(device),
+        image=image,
+        phasors=rotations(position.to(device), inverse_frequencies(config, compressed=False)),
+        phasors_yarn=rotations(position.to(device), yarn),
+        entries={
+            r: _entries(r, config.candidate_block_size, length, token_start, document, position, yarn, device) for r in ratios
+        },
+    )
+
+
+def _entries(ratio, block, length, token_start, document, position, yarn, device) -> Entries:
+    count = length // ratio
+    room = (count + block - 1) // block * block  # slots of each document, whole blocks
+    slot_start = room.cumsum(0) - room
+    owner = torch.repeat_interleave(torch.arange(len(length)), room)
+    index = torch.arange(int(room.sum())) - slot_start[owner]  # j, the entry's number in its document
+    last = (count[owner] - 1).clamp(min=0)
+    visible_from = slot_start[document]
+    visible_to = visible_from + (position + 1) // ratio
+    return Entries(
+        ratio=ratio,
+        first_token=(token_start[owner] + index.minimum(last) * ratio).to(device),
+        phasors=rotations((index * ratio).to(device), yarn),
+        visible_from=visible_from.to(device),
+        visible_to=visible_to.to(device),
+        host_from=visible_from,
+        host_to=visible_to,
+    )
+
+
+def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_lens: Tensor | None):
+    """Flat [B*S] start and length of every document, in order."""
+    if attention_mask is not None and seq_lens is not None:
+        raise ValueError("give attention_mask or seq_lens, not both: seq_lens already says where padding begins")
+    starts: list[int] = []
+    lengths: list[int] = []
+    if seq_lens is not None:
+        if seq_lens.dim() != 2 or seq_lens.shape[0] != rows:
+            raise ValueError(f"seq_lens must be [{rows}, documents], got {list(seq_lens.shape)}")
+        for row, lens in enumerate(seq_lens.tolist()):
+            if min(lens, default=0) < 0 or sum(lens) > row_length:
+                raise ValueError(f"seq_lens row {row} is {lens}: lengths must be >= 0 and add up to at most {row_length}")
+            at = row * row_length
+            for n in filter(None, lens):
+                starts.append(at)
+                lengths.append(n)
+                at += n
+    elif attention_mask is not None:
+        if tuple(attention_mask.shape) != (rows, row_length):
+            raise ValueError(f"attention_mask must be [{rows}, {row_length}], got {list(attention_mask.shape)}")
+        for row, mask in enumerate(attention_mask.bool().cpu()):
+            real = mask.nonzero().flatten()
+            if len(real) and int(real[-1]) - int(real[0]) + 1 != len(real):
+                raise ValueError(f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to pack)")
+            if len(real):
+                starts.append(row * row_length + int(real[0]))
+                lengths.append(len(real))
+    else:
+        starts = [row * row_length for row in range(rows)]
+        lengths = [row_length] * rows
+    if not lengths:
+        raise ValueError("the batch has no real token")
+    return starts, lengths

@@ -1,0 +1,207 @@
+"""Attention over a sliding window and selected compressed entries: the plain reference and the linear-cost path, side by side.
+
+Both compute, for query t and head h over the keys k in its window and its selected entries (key = value, one KV head),
+    p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)),   out = sum_k p k
+in fp32 softmax. Shapes: T tokens, H heads, D head dim, N entry slots, K selected entries, W window.
+
+`dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C, gives each block
+the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the backward: O(T * (W + K)) time,
+O(T) memory, nothing of size T x T or T x N.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Score elements alive at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+QUERY_BLOCK = 64
+
+
+def dense_attention(
+    q: Tensor, window_kv: Tensor, window_start: Tensor, entries: Tensor | None, topk_indices: Tensor | None, sink: Tensor, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """The reference. q [T, H, D], window_kv [T, D], window_start int [T] (first visible token), entries [N, D], topk_indices int
+    [T, K] (-1 = none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each selected entry summed over heads)."""
+    tokens = q.shape[0]
+    index = torch.arange(tokens, device=q.device)
+    visible = (index[None, :] <= index[:, None]) & (index[None, :] >= window_start[:, None])
+    keys = window_kv
+    if topk_indices is not None:
+        chosen = torch.zeros(tokens, entries.shape[0] + 1, dtype=torch.bool, device=q.device)
+        chosen.scatter_(1, torch.where(topk_indices < 0, entries.shape[0], topk_indices).long(), True)
+        visible = torch.cat([visible, chosen[:, :-1]], dim=1)
+        keys = torch.cat([keys, entries], dim=0)
+    scores = torch.einsum("thd,sd->ths", q, keys).float() * scale
+    scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
+    scores = torch.cat([scores, sink.float()[None, :, None].expand(tokens, -1, 1)], dim=-1)
+    p = scores.softmax(-1)[..., :-1]
+    out = torch.einsum("ths,sd->thd", p.to(keys.dtype), keys)
+    mass = None
+    if topk_indices is not None:
+        on_entries = p[..., tokens:].detach().sum(1)
+        mass = on_entries.gather(1, topk_indices.clamp(min=0).long()) * (topk_indices >= 0)
+    return out, mass
+
+
+def sparse_attention(
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The linear-cost path: same arguments and results as `dense_attention`, plus the window size W."""
+    if topk_indices is None:
+        entries = window_kv.new_zeros(0, window_kv.shape[1])
+        topk_indices = torch.empty(q.shape[0], 0, dtype=torch.int32, device=q.device)
+    out, mass = _SparseAttention.apply(q, window_kv, window_start, entries, topk_indices, sink, scale, window)
+    return out, (mass if topk_indices.shape[1] else None)
+
+
+class _Blocks:
+    """Cuts the token axis into query blocks of C with a key span of `before` + C, and blocks into chunks of bounded size."""
+
+    def __init__(self, q: Tensor, window: int, selected: int):
+        tokens, heads, dim = q.shape
+        self.tokens, self.heads, self.dim = tokens, heads, dim
+        self.size = min(QUERY_BLOCK, max(16, window))
+        self.before = -(-(window - 1) // self.size) * self.size  # whole blocks, so that key gradients add up block-wise
+        self.span = self.before + self.size
+        self.count = -(-tokens // self.size)
+        per_block = self.size * (heads * (self.span + selected) + selected * dim)
+        budget = CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS["cuda"])
+        self.step = max(1, min(self.count, budget // per_block))
+
+    def chunks(self):
+        return ((at, min(at + self.step, self.count)) for at in range(0, self.count, self.step))
+
+    def pad_queries(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [count*size, ...], zero rows behind the last token."""
+        missing = self.count * self.size - self.tokens
+        return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+    def pad_keys(self, x: Tensor) -> Tensor:
+        """[T, D] -> [before + count*size, D] with zero rows on both sides."""
+        return F.pad(x, (0, 0, self.before, self.count * self.size - self.tokens))
+
+    def key_spans(self, padded: Tensor, start: int, stop: int) -> Tensor:
+        """Overlapping view [blocks, span, D] of padded keys."""
+        row = padded.stride(0)
+        return padded.as_strided(
+            (stop - start, self.span, padded.shape[1]), (self.size * row, row, 1), padded.storage_offset() + start * self.size * row
+        )
+
+    def hidden(self, window_start: Tensor, start: int, stop: int) -> Tensor:
+        """bool [blocks, C, 1, span]: key is outside the query's window. `window_start` is padded."""
+        query = torch.arange(start * self.size, stop * self.size, device=window_start.device).view(-1, self.size, 1)
+        block = torch.arange(start, stop, device=window_start.device)[:, None, None] * self.size
+        key = block - self.before + torch.arange(self.span, device=window_start.device)
+        first = window_start[start * self.size : stop * self.size].view(-1, self.size, 1)
+        return ((key > query) | (key < first)).unsqueeze(2)
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
+        blocks = _Blocks(q, window, topk_indices.shape[1])
+        inputs = _Inputs(blocks, q, window_kv, window_start, entries, topk_indices, sink, scale)
+        out = torch.empty(blocks.count * blocks.size, blocks.heads, blocks.dim, dtype=q.dtype, device=q.device)
+        lse = torch.empty(blocks.count * blocks.size, blocks.heads, dtype=torch.float32, device=q.device)
+        mass = torch.empty(blocks.count * blocks.size, topk_indices.shape[1], dtype=torch.float32, device=q.device)
+        for start, stop in blocks.chunks():
+            rows = slice(start * blocks.size, stop * blocks.size)
+            near, far, keys, chosen = inputs.scores(start, stop)
+            lse[rows] = inputs.normaliser(near, far)
+            near.sub_(lse[rows].view(near.shape[0], -1, 1)).exp_()
+            far.sub_(lse[rows].unsqueeze(-1)).exp_()
+            mass[rows] = far.sum(1)
+            part = torch.bmm(near.to(keys.dtype), keys).view(-1, blocks.heads, blocks.dim)
+            out[rows] = part.baddbmm_(far.to(chosen.dtype), chosen) if far.shape[-1] else part
+        ctx.save_for_backward(q, window_kv, window_start, entries, topk_indices, sink, out, lse)
+        ctx.scale, ctx.window = scale, window
+        mass = mass[: blocks.tokens]
+        ctx.mark_non_differentiable(mass)
+        return out[: blocks.tokens], mass
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        q, window_kv, window_start, entries, topk_indices, sink, out, lse = ctx.saved_tensors
+        blocks = _Blocks(q, ctx.window, topk_indices.shape[1])
+        inputs = _Inputs(blocks, q, window_kv, window_start, entries, topk_indices, sink, ctx.scale)
+        d_out = blocks.pad_queries(d_out)
+        delta = (d_out.float() * out.float()).sum(-1)  # [T, H]: what the softmax gradient subtracts
+        d_sink = -(torch.exp(sink.float() - lse) * delta)[: blocks.tokens].sum(0)
+        d_q = torch.empty_like(inputs.q)
+        d_window = torch.zeros_like(inputs.keys, dtype=torch.float32)
+        d_entries = torch.zeros_like(entries, dtype=torch.float32)
+        for start, stop in blocks.chunks():
+            rows = slice(start * blocks.size, stop * blocks.size)
+            near, far, keys, chosen = inputs.scores(start, stop)
+            near.sub_(lse[rows].view(near.shape[0], -1, 1)).exp_()
+            far.sub_(lse[rows].unsqueeze(-1)).exp_()
+            q_block, g_block = inputs.q_block(start, stop), d_out[rows].view(near.shape[0], -1, blocks.dim)
+            d_near = torch.bmm(g_block, keys.transpose(1, 2)).float().sub_(delta[rows].view(near.shape[0], -1, 1))
+            d_near = d_near.mul_(near).mul_(ctx.scale).to(q.dtype)
+            d_keys = torch.bmm(d_near.transpose(1, 2), q_block).baddbmm_(near.to(q.dtype).transpose(1, 2), g_block)
+            for piece in range(blocks.span // blocks.size):  # spans overlap: piece p of block b lies on key block b + p
+                at = slice((start + piece) * blocks.size, (stop + piece) * blocks.size)
+                d_window[at] += d_keys[:, piece * blocks.size : (piece + 1) * blocks.size].reshape(-1, blocks.dim)
+            grad = torch.bmm(d_near, keys).view(-1, blocks.heads, blocks.dim)
+            if far.shape[-1]:
+                d_far = torch.bmm(d_out[rows], chosen.transpose(1, 2)).float().sub_(delta[rows].unsqueeze(-1))
+                d_far = d_far.mul_(far).mul_(ctx.scale).to(q.dtype)
+                grad.baddbmm_(d_far, chosen)
+                d_chosen = torch.bmm(d_far.transpose(1, 2), inputs.q[rows]).baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows])
+                d_entries.index_add_(0, inputs.index[rows].flatten(), d_chosen.flatten(0, 1).float())
+            d_q[rows] = grad
+        d_window = d_window[blocks.before : blocks.before + blocks.tokens].to(window_kv.dtype)
+        return d_q[: blocks.tokens], d_window, None, d_entries.to(entries.dtype), None, d_sink.to(sink.dtype), None, None
+
+
+class _Inputs:
+    """The padded inputs of one call and the scores of a chunk, computed alike in forward and backward."""
+
+    def __init__(self, blocks, q, window_kv, window_start, entries, topk_indices, sink, scale):
+        self.blocks, self.entries, self.sink, self.scale = blocks, entries, sink.float(), scale
+        self.q = blocks.pad_queries(q.contiguous())
+        self.keys = blocks.pad_keys(window_kv)
+        self.window_start = blocks.pad_queries(window_start)
+        topk_indices = blocks.pad_queries(topk_indices)
+        self.index = topk_indices.clamp(min=0)
+        self.missing = topk_indices < 0
+
+    def q_block(self, start: int, stop: int) -> Tensor:
+        """[blocks, C*H, D]"""
+        size = self.blocks.size
+        return self.q[start * size : stop * size].view(stop - start, -1, self.blocks.dim)
+
+    def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Masked fp32 scores near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and [rows, K, D]."""
+        blocks = self.blocks
+        rows = slice(start * blocks.size, stop * blocks.size)
+        keys = blocks.key_spans(self.keys, start, stop)
+        near = torch.bmm(self.q_block(start, stop), keys.transpose(1, 2)).float().mul_(self.scale)
+        hidden = blocks.hidden(self.window_start, start, stop)
+        near.view(stop - start, blocks.size, blocks.heads, -1).masked_fill_(hidden, float("-inf"))
+        chosen = self.entries.index_select(0, self.index[rows].flatten()).view(rows.stop - rows.start, self.index.shape[1], blocks.dim)
+        far = torch.bmm(self.q[rows], chosen.transpose(1, 2)).float().mul_(self.scale)
+        far.masked_fill_(self.missing[rows].unsqueeze(1), float("-inf"))
+        return near, far, keys, chosen
+
+    def normaliser(self, near: Tensor, far: Tensor) -> Tensor:
+        """fp32 [rows, H]: log of the softmax denominator, sink included."""
+        heads = self.blocks.heads
+        top = near.amax(-1).view(-1, heads).maximum(self.sink)
+        if far.shape[-1]:
+            top = top.maximum(far.amax(-1))
+        total = (near - top.view(near.shape[0], -1, 1)).exp_().sum(-1).view(-1, heads)
+        total = total + torch.exp(self.sink - top)
+        if far.shape[-1]:
+            total = total + (far - top.unsqueeze(-1)).exp_().sum(-1)
+        return top + total.log()

@@ -1,0 +1,138 @@
+"""Vision tower and aligner: patches -> image tokens of the text width.
+
+Shapes: P patches of one image, h x w its patch grid, c tower width, d text width, s downsample ratio.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import VisionConfig
+from model.norm import RMSNorm
+
+NORM_EPS = 1.0e-6
+START, IMAGE, NEWLINE, END = 0, 1, 2, 3  # vision_token_types; -1 is text
+
+
+class VisionAttention(nn.Module):
+    """Full attention inside one image, with biases and two-dimensional RoPE."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [images, P, c], angles fp32 [P, head/2]."""
+        q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k = _rotate_halves(q, angles), _rotate_halves(k, angles)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class VisionMLP(nn.Module):
+    """SwiGLU; w1 makes gate and up in one product."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w1(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.norm1 = RMSNorm(config.hidden_size, NORM_EPS)
+        self.attn = VisionAttention(config)
+        self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
+        self.mlp = VisionMLP(config)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchEmbed(nn.Module):
+    """Linear embedding of flattened [3, p, p] patches."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.proj = nn.Linear(3 * config.patch_size**2, config.hidden_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.proj(patches.flatten(-3).to(self.proj.weight.dtype))
+
+
+class VisionTower(nn.Module):
+    """Patches of a batch of images -> pixel-unshuffled features, image after image."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, NORM_EPS)
+
+    def forward(self, pixel_values: Tensor, grids: Tensor) -> Tensor:
+        """pixel_values [sum P, 3, p, p], grids int64 [images, 2] (h, w) -> [sum ceil(h/s)*ceil(w/s), s*s*c].
+
+        Images of one grid run as one batch; none attends to another. Raises ValueError when patches and grids disagree.
+        """
+        sizes = [(int(h), int(w)) for h, w in grids.tolist()]
+        counts = [h * w for h, w in sizes]
+        if sum(counts) != pixel_values.shape[0]:
+            raise ValueError(f"image_grid_hws {sizes} ask for {sum(counts)} patches, pixel_values has {pixel_values.shape[0]}")
+        patches = self.patch_embed(pixel_values).split(counts)
+        features: list[Tensor] = [patches[0]] * len(sizes)
+        for size in dict.fromkeys(sizes):
+            members = [i for i, other in enumerate(sizes) if other == size]
+            x = torch.stack([patches[i] for i in members])
+            angles = _angles(size, self.config, x.device)
+            for block in self.blocks:
+                x = block(x, angles)
+            for i, image in zip(members, _unshuffle(self.norm(x), size, self.config.downsample_ratio), strict=True):
+                features[i] = image
+        return torch.cat(features)
+
+
+class Aligner(nn.Module):
+    """Two-layer MLP from unshuffled features to the text width."""
+
+    def __init__(self, config: VisionConfig, hidden_size: int):
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size * config.downsample_ratio**2, hidden_size)
+        self.w2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+def _angles(size: tuple[int, int], config: VisionConfig, device: torch.device) -> Tensor:
+    """fp32 [h*w, head/2]: the first half of the table encodes the row, the second the column."""
+    quarter = config.hidden_size // config.num_attention_heads // 4
+    inv_freq = config.rope_theta ** -(torch.arange(quarter, dtype=torch.float32, device=device) / quarter)
+    h, w = size
+    rows = torch.arange(h, device=device).repeat_interleave(w)
+    columns = torch.arange(w, device=device).repeat(h)
+    return torch.cat([rows[:, None] * inv_freq, columns[:, None] * inv_freq], dim=1)
+
+
+def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+    """x [images, P, heads, head]: channel i turns with channel i + head/2."""
+    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def _unshuffle(x: Tensor, size: tuple[int, int], s: int) -> Tensor:
+    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is filled up with zeros on the right and below."""
+    h, w = size
+    grid = F.pad(x.unflatten(1, (h, w)).permute(0, 3, 1, 2), (0, -w % s, 0, -h % s))
+    return F.pixel_unshuffle(grid, s).flatten(2).transpose(1, 2)
