@@ -1,7 +1,7 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
-Exit codes: 0 complete; 2 configuration or input refused; 3 stopped on a non-finite number; 75 interrupted, state saved: run
-the same command again to continue.
+Exit codes: 0 complete; 2 configuration or input refused; 3 stopped on a non-finite number; 75 interrupted with the
+state saved: run the same command again to continue; 130 interrupted before there was anything to save.
 """
 
 import sys
@@ -27,6 +27,8 @@ def main(raw: DictConfig) -> None:
         fail(75, error)
     except ValueError as error:
         fail(2, error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def fail(code: int, error: Exception) -> None:

@@ -64,17 +64,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:
-    """The model configuration with the tokenizer's special ids and Engram vocabulary, the Engram token map, and what changed.
+    """The configuration with the tokenizer's special ids and Engram vocabulary, the Engram token map, and what changed.
 
     The tokenizer decides these numbers: a tokenizer trained on the run's own text has others than the released one.
     """
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > config.text.vocab_size:
-        raise ConfigError([
-            problem(
-                "model.text_config.vocab_size", config.text.vocab_size, f"the tokenizer has {size} entries", f"Set it to {size}"
-            )
-        ])  # fmt: skip
+        key, rule = "model.text_config.vocab_size", f"the tokenizer has {size} entries"
+        raise ConfigError([problem(key, config.text.vocab_size, rule, f"Set it to {size} or more")])
     ids = special_ids(tokenizer)
     found = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
     changes = {key: value for key, value in found.items() if value is not None}
@@ -86,7 +83,9 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
     if ids.image is not None:
         changes["image_token_id"] = ids.image
     fitted = dataclasses.replace(config, text=dataclasses.replace(config.text, **text_changes), **changes)
-    notes = _changed("model.text_config", config.text, fitted.text, text_changes) + _changed("model", config, fitted, changes)
+    notes = _changed("model.text_config", config.text, fitted.text, text_changes) + _changed(
+        "model", config, fitted, changes
+    )
     return fitted, token_map, notes
 
 

@@ -1,9 +1,9 @@
 """The run state on disk: written whole or not at all, read without ever unpickling arbitrary objects.
 
 ``<run>/checkpoints/step-00000100/`` holds ``model.safetensors`` (parameters and buffers under the model's own names),
-``training.pt`` (optimizer and random states; tensors and plain containers only) and ``state.json`` (counters, data position,
-model configuration). A folder gets its final name only after everything in it has reached the disk, so every folder of that name
-is complete.
+``training.pt`` (optimizer and random states; tensors and plain containers only) and ``state.json`` (counters, data
+position, model configuration). A folder gets its final name only after everything in it has reached the disk, so every
+folder of that name is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class State:
-    """The counters of a run; everything else that resumes lives in model, optimizer, data loader and random generators."""
+    """The counters of a run; the rest of what resumes lives in model, optimizer, data loader and random generators."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # real tokens trained on
@@ -44,8 +44,16 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message names the file and the first thing that is wrong."""
 
 
-def save(directory: Path, state: State, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, Any],
-         model_config: dict[str, Any], keep: int) -> Path:  # fmt: skip
+def save(
+    directory: Path,
+    state: State,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: dict[str, Any],
+    model_config: dict[str, Any],
+    keep: int,
+) -> Path:
     """Write the run state below ``directory``, then delete all but the ``keep`` newest. Returns the folder.
 
     A step that is on the disk already is left as it is.
@@ -55,15 +63,24 @@ def save(directory: Path, state: State, *, model: torch.nn.Module, optimizer: to
         return final
     manifest = {"format": FORMAT, "state": asdict(state), "data": data, "model": model_config}
     with atomic_directory(final) as folder:
-        save_file({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()},
+            folder / "model.safetensors",
+        )
         torch.save({"optimizer": optimizer.state_dict(), "random": random_state()}, folder / "training.pt")
         (folder / "state.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     prune(directory, keep)
     return final
 
 
-def load(folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, set_data: Callable[[dict[str, Any]], None],
-         model_config: dict[str, Any]) -> State:  # fmt: skip
+def load(
+    folder: Path,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    set_data: Callable[[dict[str, Any]], None],
+    model_config: dict[str, Any],
+) -> State:
     """Restore everything that ``save`` wrote into the given objects; the counters are returned.
 
     Raises:
@@ -72,7 +89,9 @@ def load(folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimiz
     manifest = _read_manifest(folder)
     difference = first_difference(manifest["model"], model_config)
     if difference:
-        raise CheckpointError(f"{folder} holds another model: {difference}. Use another run name, or the model it was made with")
+        raise CheckpointError(
+            f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
+        )
     tensors = _read(folder / "model.safetensors", load_file)
     _check_tensors(folder, tensors, model.state_dict())
     training = _read(folder / "training.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
@@ -164,7 +183,9 @@ def _complete(directory: Path) -> list[Path]:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = _read(folder / "state.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {manifest.get('format')}, this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{folder} has checkpoint format {manifest.get('format')}, this version reads format {FORMAT}"
+        )
     return manifest
 
 
@@ -176,14 +197,18 @@ def _read(path: Path, reader: Callable[[Path], Any]) -> Any:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     except Exception as error:  # torch.load raises pickle.UnpicklingError for anything but tensors and plain containers
         reason = f"not a plain tensor file ({type(error).__name__})"
-    raise CheckpointError(f"{path} cannot be read: {reason}. Delete {path.parent} to continue from the checkpoint before it")
+    raise CheckpointError(
+        f"{path} cannot be read: {reason}. Delete {path.parent} to continue from the checkpoint before it"
+    )
 
 
 def _check_tensors(folder: Path, saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     for name in [*wanted, *saved]:
         there, here = saved.get(name), wanted.get(name)
         if there is None or here is None:
-            raise CheckpointError(f"{folder} holds another model: tensor {name} is only {'here' if there is None else 'there'}")
+            raise CheckpointError(
+                f"{folder} holds another model: tensor {name} is only {'here' if there is None else 'there'}"
+            )
         if there.shape != here.shape or there.dtype != here.dtype:
             shown = f"{list(there.shape)} {there.dtype} there and {list(here.shape)} {here.dtype} here"
             raise CheckpointError(f"{folder} holds another model: tensor {name} is {shown}")

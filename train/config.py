@@ -1,8 +1,9 @@
 """Configuration of a run: typed, checked as a whole before anything is built.
 
-The values live in ``conf/`` (YAML, composed by Hydra); the dataclasses here hold only names, types and rules. Sections that another package defines
-are used as they are: ``runtime`` is ``model.Runtime``, ``data`` is ``data.DataConfig``, ``optim.schedule`` and ``optim.settings``
-are those of ``optim``. The ``model`` section is a released-style ``config.json`` and is checked by ``model.ModelConfig``.
+The values live in ``conf/`` (YAML, composed by Hydra); the dataclasses here hold only names, types and rules. Sections
+that another package defines are used as they are: ``runtime`` is ``model.Runtime``, ``data`` is ``data.DataConfig``,
+``optim.schedule`` and ``optim.settings`` are those of ``optim``. The ``model`` section is a released-style
+``config.json`` and is checked by ``model.ModelConfig``.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def problem(key: str, value: object, rule: str, remedy: str) -> str:
 
 
 def open_overrides(arguments: list[str]) -> list[str]:
-    """Let Hydra accept ``key=value`` for any key, so that unknown keys reach ``parse`` and are reported with all the rest.
+    """Let Hydra accept ``key=value`` for any key, so that ``parse`` sees unknown keys and reports them with the rest.
 
     Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags pass unchanged.
     """
@@ -145,7 +146,9 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-        raise ConfigError([f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]) from None
+        raise ConfigError(
+            [f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]
+        ) from None
     config, problems, bad_keys = _convert(tree)
     if config is not None:
         problems += [text for keys, text in _cross_checks(config) if not keys & bad_keys]
@@ -158,8 +161,8 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
     """Typed configuration, problems, and the keys that have one.
 
-    When single values are wrong they are set aside and the rest is converted again, so that the rules between keys are checked
-    in the same pass; the configuration returned is then good for checking only.
+    When single values are wrong they are set aside and the rest is converted again, so that the rules between keys are
+    checked in the same pass; the configuration returned is then good for checking only.
     """
     adapter = TypeAdapter(Config)
     try:
@@ -170,12 +173,12 @@ def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
     for entry in errors:
         path = [str(part) for part in entry["loc"]]
         bad_keys.add(".".join(path))
-        problems.append(_describe(path, entry, tree))
+        problems += _describe(path, entry)
     return _salvage(adapter, tree, errors), problems, bad_keys
 
 
 def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
-    """``tree`` with each wrong value replaced by the one in ``conf/`` (or dropped), or None where that does not help."""
+    """``tree`` with every wrong value replaced by the one in ``conf/`` or dropped; None where that does not help."""
     repaired, reference = json.loads(json.dumps(tree)), _reference()
     for entry in errors:
         node, fallback = repaired, reference
@@ -194,20 +197,26 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
         return None
 
 
-def _describe(path: list[str], entry: dict[str, Any], tree: dict[str, Any]) -> str:
+def _describe(path: list[str], entry: dict[str, Any]) -> list[str]:
+    """The problems behind one pydantic error: several when a section checked itself and found several."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
         known = _known_keys(path[:-1])
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
-        remedy = f"Did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"Known in {section}: {', '.join(known)}"
-        return problem(key, entry["input"], "no such key", remedy)
+        remedy = (
+            f"Did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"Known in {section}: {', '.join(known)}"
+        )
+        return [problem(key, entry["input"], "no such key", remedy)]
     if entry["type"] in ("missing", "missing_argument"):
-        return f"{key} is missing. Give it a value: {key}=..."
+        return [f"{key} is missing. Give it a value: {key}=..."]
     if entry["input"] == "???":
-        return f"{key} has no value yet. Give it one: {key}=..."
-    rule = entry["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    return problem(key, entry["input"], rule.rstrip("."), "Correct the value")
+        return [f"{key} has no value yet. Give it one: {key}=..."]
+    if entry["type"] == "value_error":
+        header, *lines = str(entry["ctx"]["error"]).splitlines()
+        return [f"{key}.{line.strip(' -')}" for line in lines] or [f"{key}: {header}"]
+    rule = entry["msg"].replace("Input should", "should").replace("String should", "should")
+    return [problem(key, entry["input"], rule, "Correct the value")]
 
 
 def _known_keys(path: list[str]) -> list[str]:
@@ -216,7 +225,9 @@ def _known_keys(path: list[str]) -> list[str]:
     node = schema
     for part in path:
         node = node.get("properties", {}).get(part, {})
-        reference = node.get("$ref") or next((option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None)
+        reference = node.get("$ref") or next(
+            (option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None
+        )
         node = schema["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
     return list(node.get("properties", {}))
 
@@ -237,7 +248,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _model_checks(config)
     for text in config.data.problems():
         yield {"data"}, text if text.startswith("data.") else f"data.{text}"
-    task, parallel = config.task, config.parallel
+    parallel = config.parallel
     if parallel.device == "cuda" and not torch.cuda.is_available():
         yield (
             {"parallel.device"},
@@ -278,17 +289,29 @@ def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         )
 
 
-# Changing these on an existing run directory keeps every saved number meaningful; anything else would not continue that run.
+# A run may continue with other values of these; a change of anything else would make it another run.
 CHANGEABLE = (
-    "task.tokens", "task.eval_every", "task.sample_", "checkpoint.", "logger.", "output", "parallel.device", "runtime.recompute",
-    "optim.schedule.", "optim.settings.", "optim.clip", "optim.balance_rate",
-)  # fmt: skip
+    "task.tokens",
+    "task.eval_every",
+    "task.sample_",
+    "checkpoint.",
+    "logger.",
+    "output",
+    "parallel.device",
+    "runtime.recompute",
+    "optim.schedule.",
+    "optim.settings.",
+    "optim.clip",
+    "optim.balance_rate",
+)
 
 
 def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
     """Keys whose value in a saved configuration differs from ``config``: (key, saved value, new value)."""
     old, new = dict(flatten(saved)), dict(flatten(to_dict(config)))
-    return [(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [
+        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]
 
 
 def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:

@@ -33,10 +33,10 @@ class Interrupted(Exception):
 
 
 def train_step(run: Run, batches: list[Batch], step: int, tokens: int) -> dict[str, Any]:
-    """One optimizer step over the micro-batches of ``batches``: exactly the step that one batch of all their rows would make.
+    """One optimizer step over micro-batches: exactly the step that one batch of all their rows would make.
 
-    Every loss is divided by the totals of the whole step, so that the gradients of the micro-batches simply add up. The router
-    biases move once, after the update, by the expert load of the whole step.
+    Every loss is divided by the totals of the whole step, so that the gradients of the micro-batches simply add up. The
+    router biases move once, after the update, by the expert load of the whole step.
 
     Args:
         step, tokens: done before this step; they place it on the schedule.
@@ -65,7 +65,7 @@ def train_step(run: Run, batches: list[Batch], step: int, tokens: int) -> dict[s
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, Any]:
-    """Cross-entropy on the first ``task.eval_batches`` held-out batches: nats per token and bits per byte. Changes no state."""
+    """Cross-entropy on the first ``task.eval_batches`` held-out batches, per token and per byte. Changes no state."""
     started = time.perf_counter()
     nats, targets = 0.0, 0
     for batch in itertools.islice(iter(run.valid_batches), run.config.task.eval_batches):
@@ -107,7 +107,9 @@ def train(run: Run, state: State, report: Reporter) -> None:
                 save(run, state)
         if state.tokens < task.tokens:
             where = f"state saved in {save(run, state)}" if state.step else "nothing trained yet"
-            raise Interrupted(f"Stopped by {received[0]} after step {state.step}, {where}. Run the same command to continue.")
+            raise Interrupted(
+                f"Stopped by {received[0]} after step {state.step}, {where}. Run the same command to continue."
+            )
 
 
 def save(run: Run, state: State) -> Path:
@@ -149,8 +151,8 @@ def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
     for name, value in (("loss", float(loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
             raise NonFiniteError(
-                f"the {name} is {value} at step {step}; the update was not applied and nothing was saved after the last checkpoint. "
-                "Lower optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run the same command"
+                f"the {name} is {value} at step {step}; the update was not applied, the last checkpoint stands. Lower "
+                "optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run the command again"
             )
 
 

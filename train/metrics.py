@@ -1,9 +1,11 @@
-"""Where the numbers of a run go: one log line a step, ``metrics.jsonl``, ``loss.png``, a progress bar on a terminal, and W&B."""
+"""Where the numbers of a run go: a log line a step, ``metrics.jsonl``, ``loss.png``, a bar on a terminal, and W&B."""
 
 from __future__ import annotations
 
 import json
 import math
+import netrc
+import os
 import resource
 import socket
 import sys
@@ -23,8 +25,8 @@ from train.config import Config, to_dict
 class Reporter:
     """Writes every record of a run to every place that was asked for.
 
-    A resumed run continues the files of the run directory: records of steps after the resumed one, which will be repeated, are
-    dropped first. ``state.wandb_id`` is set when W&B is on, so that a later process continues the same W&B run.
+    A resumed run continues the files of the run directory: records of steps after the resumed one, which will be
+    repeated, are dropped first. ``state.wandb_id`` is set when W&B is on, so that a later process continues its run.
     """
 
     def __init__(self, config: Config, state: State):
@@ -184,7 +186,7 @@ def _start_wandb(config: Config, state: State) -> Any:
         resume="allow" if state.wandb_id else None,
         dir=str(config.run_dir),
         config=to_dict(config),
-        mode="online" if _wandb_reachable() else "offline",
+        mode=_wandb_mode(),
         settings=wandb.Settings(silent=True, console="off"),
     )
     run.define_metric("*", step_metric="step")
@@ -192,16 +194,27 @@ def _start_wandb(config: Config, state: State) -> Any:
     return run
 
 
-def _wandb_reachable(seconds: float = 3.0) -> bool:
-    """True when there is a key and the server answers."""
+def _wandb_mode(seconds: float = 3.0) -> str | None:
+    """None (W&B obeys WANDB_MODE) if that is set; else online if there is a key and the server answers, or offline."""
     import wandb
 
+    if os.environ.get("WANDB_MODE"):
+        return None
     settings = wandb.setup().settings
-    if not wandb.Api(api_key=None).api_key if settings.api_key is None else False:
-        return False
     url = urlsplit(settings.base_url)
+    if not settings.api_key and not _netrc_has(url.hostname):
+        return "offline"
     try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds).close()
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds
+        ).close()
     except OSError:
+        return "offline"
+    return "online"
+
+
+def _netrc_has(host: str | None) -> bool:
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
         return False
-    return True

@@ -1,4 +1,4 @@
-"""Pre-training: next-token prediction on packed documents, from the first step or from where the run directory stands."""
+"""Pre-training: next-token prediction on packed documents, from the start or from where the run directory stands."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def only_process_in(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError([f"{directory} is in use by another process. Wait for it, or choose another name=..."]) from None
+            raise ConfigError(
+                [f"{directory} is in use by another process. Wait for it, or choose another name=..."]
+            ) from None
         yield
 
 

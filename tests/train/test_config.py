@@ -1,0 +1,154 @@
+"""The configuration: what is shipped works, and what is wrong is reported all at once, in words that help."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from model import ModelConfig
+from train.config import CONF_DIR, ConfigError, check_resumable, differences, flatten, open_overrides, parse, to_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shipped(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "choice", [f"{group}={name}" for group in ("experiment", "model", "optim", "logger") for name in shipped(group)]
+)
+def test_every_shipped_choice_is_valid(compose_raw, choice: str) -> None:
+    parse(compose_raw(choice, "data.vocab_size=512"))
+
+
+def test_every_experiment_says_how_to_launch_it() -> None:
+    for path in (CONF_DIR / "experiment").glob("*.yaml"):
+        assert f"python -m train task=pretrain experiment={path.stem}" in path.read_text(encoding="utf-8"), path
+
+
+def test_no_shipped_number_is_read_as_text() -> None:
+    """YAML reads 1e-20 as a string; it must be written 1.0e-20."""
+    for path in CONF_DIR.rglob("*.yaml"):
+        for key, value in flatten(OmegaConf.to_container(OmegaConf.load(path))):
+            assert not (isinstance(value, str) and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value)), (
+                f"{path}: {key} = {value!r}"
+            )
+
+
+def test_released_model_has_the_released_numbers(compose_raw) -> None:
+    released = ModelConfig.from_dict(parse(compose_raw("model=v41_flash")).model)
+    assert released.text == ModelConfig().text
+    assert released.vision is not None and released.vision.num_hidden_layers == 32
+
+
+def test_all_problems_are_reported_at_once(compose_raw) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw(
+            "name=a/b",
+            "task.tokns=5",
+            "task.seq_len=long",
+            "task.sample_temperature=-1",
+            "runtime.attention=spars",
+            "optim.schedule.floor=1.0",
+            "data.pths=[x]",
+            "model.hidden_size=3",
+            "model.text_config.hidden_size=big",
+            "optm.clip=2",
+        ))  # fmt: skip
+    text = str(caught.value)
+    for expected in (
+        r"name = .*'a/b'|name = \"a/b\"",
+        r"task\.tokns = 5: no such key\. Did you mean task\.tokens\?",
+        r"task\.seq_len = \"long\": should be a valid integer",
+        r"task\.sample_temperature = -1: should be greater than or equal to 0",
+        r"runtime\.attention = \"spars\": should be 'sparse' or 'dense'",
+        r"optim\.schedule\.floor: must lie in",
+        r"data\.pths = .*no such key\. Did you mean data\.paths\?",
+        r"model\.hidden_size = 3: no such key\. Did you mean model\.text_config\.hidden_size\?",
+        r"model\.text_config\.hidden_size: .*must be int",
+        r"optm = .*no such key",
+    ):
+        assert re.search(expected, text), f"{expected} not in\n{text}"
+    assert len(caught.value.problems) == 10
+
+
+def test_rules_between_keys_are_checked_beside_single_mistakes(compose_raw) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("model=tiny", "task.seq_len=2048", "data.vocab_size=1000", "task.tokns=5"))
+    text = str(caught.value)
+    assert "task.seq_len = 2048: longer than model.text_config.max_position_embeddings = 1024" in text
+    assert "data.vocab_size = 1000: more entries than model.text_config.vocab_size = 512" in text
+    assert "task.tokns" in text
+
+
+def test_model_schedule_mistake_names_key_layer_and_rule(compose_raw) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.text_config\.kv_source_layer_ids: layer 2 must also be in index_source"
+    ):
+        parse(compose_raw("model=tiny", "model.text_config.kv_source_layer_ids=[1,2,3]"))
+
+
+def test_missing_value_is_named(compose_raw) -> None:
+    with pytest.raises(ConfigError, match="seed is missing"):
+        parse(compose_raw("~seed"))
+
+
+def test_only_values_are_opened_for_the_check() -> None:
+    given = [
+        "model=tiny",
+        "experiment=demo",
+        "task.tokens=5",
+        "+a=1",
+        "++b=2",
+        "~c",
+        "--help",
+        "unknown=1",
+        "optim@x=adamw",
+    ]
+    opened = [
+        "model=tiny",
+        "experiment=demo",
+        "++task.tokens=5",
+        "+a=1",
+        "++b=2",
+        "~c",
+        "--help",
+        "++unknown=1",
+        "optim@x=adamw",
+    ]
+    assert open_overrides(given) == opened
+
+
+def test_round_trip_has_no_difference(make_config) -> None:
+    config = make_config()
+    assert differences(to_dict(config), config) == []
+
+
+def test_changes_that_continue_and_changes_that_do_not(make_config) -> None:
+    saved = to_dict(make_config())
+    assert check_resumable(saved, make_config("task.tokens=99", "checkpoint.keep=9")) == [
+        "checkpoint.keep: 2 -> 9",
+        "task.tokens: 1472 -> 99",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(
+            saved, make_config("task.seq_len=32", "model.text_config.hidden_size=16", "seed=1", "checkpoint.keep=9")
+        )
+    assert [text.split(":")[0] for text in caught.value.problems] == [
+        "model.text_config.hidden_size",
+        "seed",
+        "task.seq_len",
+    ]
+
+
+def test_command_line_reports_without_traceback() -> None:
+    command = [sys.executable, "-m", "train", "experiment=demo", "task.tokns=1", "seed=-1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "task.tokns" in done.stderr and "seed = -1" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,132 @@
+"""A training step: accumulation, recomputation, router balance, and the stop on numbers that are none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from train import loop
+from train.build import Run, build
+
+
+def step_of(run: Run, step: int = 0) -> dict:
+    batches = list(itertools.islice(iter(run.train_batches), run.config.task.accumulation))
+    return loop.train_step(run, batches, step, 0)
+
+
+def parameters(run: Run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def gradients(run: Run, batches: list) -> dict[str, torch.Tensor]:
+    totals = loop._sum(run.model.totals(**batch) for batch in batches)
+    for batch in batches:
+        run.model.losses(**batch, totals=totals).total.backward()
+    found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+    run.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def uneven(batches: list) -> list:
+    """Supervision on a different share of every row, so that a mean of micro-batch means would be wrong."""
+    rows = itertools.count(1)
+    for batch in batches:
+        for row in batch["labels"]:
+            row[: 10 * next(rows)] = -100
+    return batches
+
+
+def test_accumulated_gradient_equals_the_larger_batch(make_config) -> None:
+    split = build(make_config("task.micro_batch=1", "task.accumulation=4"))
+    whole = build(make_config("task.micro_batch=4", "task.accumulation=1"))
+    small = uneven([next(iter(split.train_batches)) for _ in range(4)])
+    large = uneven([next(iter(whole.train_batches))])
+    assert torch.equal(torch.cat([b["input_ids"] for b in small]), large[0]["input_ids"])
+    expected, found = gradients(whole, large), gradients(split, small)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_micro_batches_of_a_step_report_the_larger_batch(make_config) -> None:
+    records = [step_of(build(make_config(f"task.micro_batch={m}", f"task.accumulation={4 // m}"))) for m in (1, 4)]
+    torch.testing.assert_close(records[0]["total"], records[1]["total"], rtol=1e-5, atol=1e-6)
+    for name in ("supervised", "real", "index_queries", "expert_load"):
+        assert torch.equal(records[0][name], records[1][name]), name
+
+
+def test_recomputation_changes_no_number(make_config) -> None:
+    runs = [build(make_config(f"runtime.recompute={on}")) for on in ("false", "true")]
+    for step in range(2):
+        plain, again = (step_of(run, step) for run in runs)
+        assert torch.equal(plain["total"], again["total"])
+        assert torch.equal(plain["expert_load"], again["expert_load"])
+    for (name, a), b in zip(runs[0].model.state_dict().items(), runs[1].model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_router_biases_move_once_a_step_towards_balance(make_config) -> None:
+    run = build(make_config("optim.balance_rate=0.25"))
+    load = step_of(run)["expert_load"]
+    for layer, (text, image) in enumerate(run.model.balance_buffers()):
+        counts = load[layer, 0].float()
+        assert torch.equal(text, 0.25 * torch.sign(counts.mean() - counts))
+        assert not image.any(), "no image tokens, no movement"
+
+
+def test_evaluation_leaves_no_trace(make_config) -> None:
+    run = build(make_config())
+    before, random = parameters(run), torch.get_rng_state()
+    first, second = loop.evaluate(run), loop.evaluate(run)
+    assert first["loss"] == second["loss"] and first["targets"] > 0
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_bits_per_byte_follow_from_nats_and_bytes(make_config) -> None:
+    run = build(make_config("task.eval_batches=1000"))
+    result = loop.evaluate(run)
+    valid = run.valid_batches
+    assert result["targets"] == valid.target_tokens
+    bits = result["loss"] * valid.target_tokens / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    assert result["bits_per_byte"] == pytest.approx(bits / valid.target_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+def test_non_finite_numbers_stop_before_the_update(make_config, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    run = build(make_config())
+    step_of(run)
+    if where == "loss":
+        with torch.no_grad():
+            next(p for name, p in run.model.named_parameters() if name == "head.weight").fill_(float("nan"))
+    else:
+        run.model.embed.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = parameters(run)
+    optimizer = {key: value.clone() for key, value in flat_tensors(run.optimizer.state_dict())}
+    with pytest.raises(loop.NonFiniteError, match=f"the {where} is (nan|inf) at step 2; the update was not applied"):
+        step_of(run, 1)
+    for name, tensor in run.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+    assert all(torch.equal(value, optimizer[key]) for key, value in flat_tensors(run.optimizer.state_dict()))
+
+
+def flat_tensors(tree: object, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        return [(prefix, tree)]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return [pair for key, value in items for pair in flat_tensors(value, f"{prefix}.{key}")]
+
+
+def test_bf16_autocast_trains_and_keeps_fp32_parameters(make_config) -> None:
+    run = build(make_config("parallel.precision=bf16"))
+    exact = build(make_config())
+    for step in range(3):
+        lossy, full = step_of(run, step)["total"], step_of(exact, step)["total"]
+        torch.testing.assert_close(lossy, full, rtol=0.02, atol=0.02)
+    assert all(p.dtype == torch.float32 for p in run.model.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(run.model.parameters(), exact.model.parameters(), strict=True))

@@ -1,0 +1,83 @@
+"""Numbers for people and machines: the log line, the JSON lines, the plot, W&B without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from train import pretrain
+from train.checkpoint import State, latest
+from train.metrics import Reporter, step_line
+
+RECORD = {
+    "step": 12,
+    "tokens": 49152,
+    "loss": 5.25,
+    "total_loss": 5.5,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens_per_second": 1234.5,
+    "data_wait": 0.125,
+    "seconds": 2.0,
+    "memory_gib": 1.5,
+    "index_kl": [0.25, 0.5],
+    "expert_load": {"text": {"max_over_mean": [1.25, 2.0], "entropy": [2.0, 1.75]}},
+}
+
+
+def test_step_line_is_key_value_and_shows_the_worst_layer() -> None:
+    line = step_line(RECORD)
+    assert all(re.fullmatch(r"[\w/]+=[\w.,%/+-]+", part) for part in line.split()), line
+    values = dict(part.split("=") for part in line.split())
+    assert values == {
+        "step": "12",
+        "loss": "5.2500",
+        "grad_norm": "0.500",
+        "lr": "1.000e-03",
+        "tokens": "49152",
+        "tok/s": "1234" if "1234" in line else "1235",
+        "data_wait": "12.5%",
+        "mem": "1.50GiB",
+        "index_kl": "0.250,0.500",
+        "load_text": "2.00/1.750",
+    }
+
+
+def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
+    config = make_config()
+    config.run_dir.mkdir(parents=True)
+    path = config.run_dir / "metrics.jsonl"
+    lines = [json.dumps({**RECORD, "kind": "train", "step": step}) for step in (1, 2, 3, 4)]
+    path.write_text("\n".join(lines) + "\n" + '{"kind": "tra', encoding="utf-8")
+    report = Reporter(config, State(step=2))
+    report.step({**RECORD, "step": 3, "loss": 9.0})
+    report.close()
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 5.25), (2, 5.25), (3, 9.0)]
+
+
+def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config("logger.progress=true")
+    config.run_dir.mkdir(parents=True)
+    report = Reporter(config, State())
+    report.step(RECORD)
+    report.close()
+    assert report.bar is None and capsys.readouterr().out == step_line(RECORD) + "\n"
+
+
+@pytest.mark.slow
+def test_wandb_records_offline_and_keeps_its_id(make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ids = set()
+    for tokens in (300, 700):
+        config = make_config("logger=wandb", "logger.progress=false", f"task.tokens={tokens}")
+        pretrain.run(config)
+        state = json.loads((latest(config.run_dir / "checkpoints") / "state.json").read_text())["state"]
+        ids.add(state["wandb_id"])
+    assert len(ids) == 1 and None not in ids
+    assert len(list((config.run_dir / "wandb").glob(f"offline-run-*-{ids.pop()}"))) == 2

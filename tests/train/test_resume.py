@@ -1,0 +1,185 @@
+"""Whatever stops a run, the same command continues it to the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train import loop, pretrain
+from train.checkpoint import latest
+from train.config import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}
+
+
+def numbers(directory: Path) -> list[dict]:
+    """Every recorded number but those that measure time or memory."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMING} for line in lines]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    assert numbers(first) == numbers(second)
+    a, b = (latest(directory / "checkpoints") for directory in (first, second))
+    assert a is not None and b is not None and a.name == b.name
+    weights, again = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert json.loads((a / "state.json").read_text())["data"] == json.loads((b / "state.json").read_text())["data"]
+    training, more = (torch.load(folder / "training.pt", weights_only=True) for folder in (a, b))
+    assert str(training["random"]["torch"]) == str(more["random"]["torch"])
+
+
+def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process a signal in the middle of a step, once."""
+    original = loop.train_step
+
+    def step_and_signal(run, batches, done, tokens):
+        if done + 1 == step:
+            os.kill(os.getpid(), number)
+        return original(run, batches, done, tokens)
+
+    monkeypatch.setattr(loop, "train_step", step_and_signal)
+
+
+@pytest.fixture
+def whole(make_config) -> Config:
+    """A run that nothing stopped."""
+    config = make_config("name=whole")
+    pretrain.run(config)
+    return config
+
+
+def test_longer_run_continues_a_shorter_one(make_config, whole: Config) -> None:
+    config = make_config("name=parts", "task.tokens=700")
+    pretrain.run(config)
+    assert numbers(config.run_dir)[-1]["step"] == 3
+    pretrain.run(make_config("name=parts"))
+    kept = [record for record in numbers(config.run_dir) if not (record["kind"] == "valid" and record["step"] == 3)]
+    assert kept == numbers(whole.run_dir)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, monkeypatch, number: int) -> None:
+    config = make_config("name=parts")
+    with monkeypatch.context() as patch:
+        stop_at(3, number, patch)
+        with pytest.raises(
+            loop.Interrupted, match=rf"Stopped by {signal.Signals(number).name} after step 3, state saved in"
+        ):
+            pretrain.run(config)
+    assert latest(config.run_dir / "checkpoints").name == "step-00000003"
+    pretrain.run(config)
+    assert_same_run(whole.run_dir, config.run_dir)
+
+
+def test_crash_between_checkpoints_repeats_the_lost_steps(make_config, whole: Config, monkeypatch) -> None:
+    config = make_config("name=parts")
+    original = loop.train_step
+
+    def crash(run, batches, done, tokens):
+        if done == 3:
+            raise MemoryError
+        return original(run, batches, done, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", crash)
+        with pytest.raises(MemoryError):
+            pretrain.run(config)
+    assert numbers(config.run_dir)[-1]["step"] == 3, "recorded, but not in a checkpoint"
+    pretrain.run(config)
+    assert_same_run(whole.run_dir, config.run_dir)
+
+
+def test_complete_run_only_reports(make_config, whole: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole.run_dir / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    pretrain.run(whole)
+    assert "validation loss: first" in capsys.readouterr().out
+    assert (whole.run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_other_settings_are_refused_by_key(make_config, whole: Config) -> None:
+    with pytest.raises(
+        ConfigError, match=r"task\.seq_len: 64 -> 32: the run in .*whole was trained with the first value"
+    ):
+        pretrain.run(make_config("name=whole", "task.seq_len=32"))
+
+
+def test_directory_in_use_is_refused(make_config) -> None:
+    config = make_config()
+    with pretrain.only_process_in(config.run_dir), pytest.raises(ConfigError, match="in use by another process"):
+        pretrain.run(config)
+
+
+def test_what_a_run_leaves(whole: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(p.name for p in whole.run_dir.iterdir() if not p.name.startswith(".")) == [
+        "checkpoints",
+        "config.yaml",
+        "loss.png",
+        "metrics.jsonl",
+        "train.log",
+    ]
+    log = (whole.run_dir / "train.log").read_text(encoding="utf-8")
+    assert (whole.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for text in (
+        "step=1 loss=",
+        "step=6 valid_loss=",
+        "nats per token, ratio",
+        "sample:",
+        "checkpoint:",
+        "plot:",
+        "metrics:",
+    ):
+        assert text in log
+    assert log.count("\nstep=") == 8, "six steps and two evaluations"
+
+
+def launch(overrides: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "train", *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_continue(make_config, whole: Config, overrides: list[str], tmp_path: Path) -> None:
+    command = [*overrides, f"output={tmp_path}", "name=parts"]
+    process = launch(command)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step=5 "):
+            process.kill()
+            break
+    assert process.wait() == -signal.SIGKILL
+    process = launch(command)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "continuing from" in output
+    assert_same_run(whole.run_dir, tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_sigterm_exits_with_its_own_code(overrides: list[str], tmp_path: Path) -> None:
+    process = launch([*overrides, f"output={tmp_path}", "task.tokens=1000000"])
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step=2 "):
+            process.terminate()
+            break
+    output = process.stdout.read()
+    deadline = time.monotonic() + 60
+    assert process.wait(deadline - time.monotonic()) == 75, output
+    assert "Run the same command to continue" in output and "Traceback" not in output
