@@ -1,0 +1,43 @@
+"""Files that appear whole or not at all, and are made by one process while the others wait."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a cache entry: of several processes that need it, one makes it and the rest find it made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(path.name + ".lock")):
+        yield
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """The same for a folder, which must not exist yet."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,37 @@
+"""scikit-learn's handwritten digits as image + text documents: real images that are on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+
+from PIL import Image
+
+from data.errors import Policy
+from data.sources import Document, Picture, Position, Reading, hash_share
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LARGEST = 16  # pixel values run from 0 to 16
+
+
+class DigitSource:
+    """1,797 images of 8 x 8 pixels, each followed by the name of its digit; split by a hash of the pixels."""
+
+    def __init__(self, split: str, validation_share: float):
+        self.split, self.share = split, validation_share
+
+    def identity(self, content: bool = True) -> str:
+        return f"digits {self.split} {self.share}"
+
+    def read(self, policy: Policy, position: Position = None) -> Reading:
+        from sklearn.datasets import load_digits  # slow to import, and only this source needs it
+
+        digits = load_digits()
+        for index in range(position or 0, len(digits.images)):
+            pixels = (digits.images[index] * (255 / LARGEST)).astype("uint8")
+            key = hashlib.blake2b(pixels.tobytes(), digest_size=16).hexdigest()
+            if (hash_share(key.encode()) < self.share) != (self.split == "validation"):
+                continue
+            picture = Picture(key, partial(Image.fromarray, pixels), pixels.shape[1], pixels.shape[0])
+            parts = (picture, NAMES[digits.target[index]])
+            yield Document(parts, "scikit-learn digits", index + 1), partial(int, index + 1)

@@ -1,0 +1,36 @@
+"""The one way in which bad input is reported, and the policy that decides whether it stops the run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+log = logging.getLogger(__name__)
+
+
+class DataError(ValueError):
+    """Input that cannot become a document: the message is one line naming file, line and reason.
+
+    Attributes: file (path or data set name), line (1-based line or record; 0 for the file as a whole), reason (a short
+    phrase that is the same for every record with this defect, so that it can be counted), detail (the rest).
+    """
+
+    def __init__(self, file: str, line: int, reason: str, detail: str = ""):
+        self.file, self.line, self.reason, self.detail = file, line, reason, detail
+        where = f"{file}:{line}" if line else file
+        super().__init__(f"{where}: {reason}" + (f": {detail}" if detail else ""))
+
+
+class Policy:
+    """What happens to bad input: `stop` raises it, `skip` counts it by reason and logs its first occurrence."""
+
+    def __init__(self, on_error: str):
+        self.stop = on_error == "stop"
+        self.skipped: Counter[str] = Counter()
+
+    def report(self, error: DataError) -> None:
+        if self.stop:
+            raise error
+        if not self.skipped[error.reason]:
+            log.warning("skipped %s (further records with this defect are only counted)", error)
+        self.skipped[error.reason] += 1

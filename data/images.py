@@ -1,0 +1,175 @@
+"""Images as patches and token spans, to the released image processor's numbers (V4.1 report, vision; released config).
+
+An image is resized with its aspect kept, centred on grey (127) up to whole patches, scaled to [-1, 1] and cut into
+patches in reading order. In the token stream it is START, then each row of the token grid as IMAGE tokens closed by
+NEWLINE, then END; the token grid is the patch grid divided by `downsample_ratio`, rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from data.errors import DataError
+from data.sources import Picture
+
+TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
+GREY = (127, 127, 127)
+MAX_PIXELS = 2**26  # 67 million pixels take 200 MB as RGB; a small file that unpacks to more is taken for a bomb
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    """The part of the model's `vision_config` that shapes image input (released names, released values as defaults)."""
+
+    patch_size: int = 14
+    downsample_ratio: int = 3
+    max_image_tokens: int = 1024
+    min_pixels: int = 295936
+    max_wh_ratio: float | None = None
+
+    @classmethod
+    def from_config(cls, vision_config: Mapping[str, Any]) -> VisionSettings:
+        """Take these keys from a `vision_config`; the rest of it is the model's. ValueError lists every bad value."""
+        settings = cls(**{k: vision_config[k] for k in cls.__dataclass_fields__ if k in vision_config})
+        rules = {
+            "patch_size": settings.patch_size >= 1,
+            "downsample_ratio": settings.downsample_ratio >= 1,
+            "max_image_tokens": settings.max_image_tokens >= 4,  # START, one IMAGE, its NEWLINE, END
+            "min_pixels": settings.min_pixels >= 0,
+            "max_wh_ratio": settings.max_wh_ratio is None or settings.max_wh_ratio > 0,
+        }
+        bad = [f"vision_config.{k}={getattr(settings, k)!r}: out of range" for k, ok in rules.items() if not ok]
+        if bad:
+            raise ValueError("\n".join(bad))
+        return settings
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of one image, each (height, width): in pixels after padding, in patches, in IMAGE tokens."""
+
+    pixels: tuple[int, int]
+    patches: tuple[int, int]
+    tokens: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the image in the token stream, START, NEWLINEs and END included."""
+        return self.tokens[0] * (self.tokens[1] + 1) + 2
+
+    def token_types(self) -> np.ndarray:
+        """int8 [num_tokens]: START, rows of IMAGE closed by NEWLINE, END."""
+        rows, columns = self.tokens
+        row = [IMAGE] * columns + [NEWLINE]
+        return np.array([START, *row * rows, END], dtype=np.int8)
+
+
+def plan_grid(width: int, height: int, vision: VisionSettings) -> Grid:
+    """The sizes that an image of `width` x `height` pixels gets.
+
+    Images wider than `max_wh_ratio` are squeezed to it, images of fewer than `min_pixels` pixels enlarged, and images
+    of more than `max_image_tokens` tokens shrunk to the largest whole-token box with their aspect that this admits.
+    """
+    patch = vision.patch_size
+    if vision.max_wh_ratio is not None:
+        width = min(width, height * vision.max_wh_ratio)
+    if width * height < vision.min_pixels:
+        ratio = (vision.min_pixels / (width * height)) ** 0.5
+        width, height = int(width * ratio), int(height * ratio)
+    grid = _grid(math.ceil(height / patch) * patch, math.ceil(width / patch) * patch, vision)
+    if grid.num_tokens > vision.max_image_tokens:
+        grid = _grid(*_shrunk(height, width, vision), vision)
+    return grid
+
+
+def _grid(height: int, width: int, vision: VisionSettings) -> Grid:
+    patches = max(1, height // vision.patch_size), max(1, width // vision.patch_size)
+    pixels = patches[0] * vision.patch_size, patches[1] * vision.patch_size
+    tokens = math.ceil(patches[0] / vision.downsample_ratio), math.ceil(patches[1] / vision.downsample_ratio)
+    return Grid(pixels, patches, tokens)
+
+
+def _shrunk(height: float, width: float, vision: VisionSettings) -> tuple[int, int]:
+    """Pixel height and width of the largest image with this aspect inside the token budget.
+
+    With h token rows and w columns the cost is h*(w+1) + 2. The real solution of that at h/w = aspect is rounded down
+    to whole tokens. The products are evaluated in this order on purpose: `height * (rows * cell / height)` can round to
+    just below a multiple of the patch, and the released sizes, which a test compares, lose a patch there.
+    """
+    patch, cell, budget = vision.patch_size, vision.patch_size * vision.downsample_ratio, vision.max_image_tokens - 2
+    aspect = height / width
+    columns = math.sqrt(budget / aspect + 0.25) - 0.5
+    rows = columns * aspect
+    if columns < 1:  # narrower than one token: a single column
+        return budget // 2 * cell, cell
+    if rows < 1:  # lower than one token: a single row
+        return cell, (budget - 1) * cell
+    scale = min(math.floor(columns) * cell / width, math.floor(rows) * cell / height)
+    return math.floor(height * scale / patch) * patch, math.floor(width * scale / patch) * patch
+
+
+def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor, Grid]:
+    """Patches of an image, float32 [h*w, 3, patch, patch] in [-1, 1] in reading order, and its grid."""
+    image = image.convert("RGB")
+    grid = plan_grid(image.width, image.height, vision)
+    height, width = grid.pixels
+    if vision.max_wh_ratio is not None and image.width > image.height * vision.max_wh_ratio:
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    else:
+        image = ImageOps.pad(image, (width, height), method=Image.Resampling.BICUBIC, color=GREY)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
+    (rows, columns), patch = grid.patches, vision.patch_size
+    patches = pixels.view(3, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
+    return patches.reshape(rows * columns, 3, patch, patch), grid
+
+
+def open_picture(path: Path, file: str, line: int) -> Picture:
+    """Check an image file and note its size; its pixels are decoded again whenever a batch needs them.
+
+    Raises `DataError` at `file`:`line`, the record that names the image, for an image that is missing, damaged, in no
+    known format or larger than MAX_PIXELS.
+    """
+    with _refusals(path, file, line), Image.open(path) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            detail = f"{path} unpacks to {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
+            raise DataError(file, line, "image is too large", detail)
+        image.load()  # a damaged image is found now and not in the middle of training
+
+    def load() -> Image.Image:
+        with _refusals(path, file, line), Image.open(path) as image:
+            return image.convert("RGB")
+
+    return Picture(str(path), load, width, height)
+
+
+class _refusals:
+    """Turn what Pillow raises into a `DataError` that names the image and the record that asked for it."""
+
+    def __init__(self, path: Path, file: str, line: int):
+        self.path, self.file, self.line = path, file, line
+        self.warnings = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self.warnings.__enter__()
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # open_picture has its own, lower limit
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.warnings.__exit__(kind, error, trace)
+        if isinstance(error, FileNotFoundError):
+            raise DataError(self.file, self.line, "missing image", str(self.path)) from None
+        if isinstance(error, UnidentifiedImageError):
+            raise DataError(self.file, self.line, "unknown image format", str(self.path)) from None
+        if isinstance(error, Image.DecompressionBombError):
+            raise DataError(self.file, self.line, "image is too large", str(self.path)) from None
+        if isinstance(error, OSError | SyntaxError | EOFError) or (error and type(error) is ValueError):
+            raise DataError(self.file, self.line, "corrupt image", f"{self.path}: {error}") from None
