@@ -5,8 +5,8 @@ Layer kinds, from the schedule in the configuration:
   Full     kv source: owns a compressor (main KV) and an indexer with keys
   Reindex  index source: owns an indexer, re-scores the latest Full layer's keys
   Reuse    takes KV and selection as they are
-What layers hand on is `Shared`, an immutable value: nothing is stored on modules, so that recomputation, several micro-batches in
-flight and pipelines stay correct.
+What layers hand on is `Shared`, an immutable value: nothing is stored on modules, so that recomputation, several
+micro-batches in flight and pipelines stay correct.
 Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
 """
 
@@ -31,8 +31,8 @@ from model.sparse import dense_attention, sparse_attention
 class Shared:
     """Cross-layer state of CSA2, replaced whole by the layers that own a part of it.
 
-    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none), candidates int32
-    [T, M] blocks of the hierarchical indexer (None = no restriction).
+    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none),
+    candidates int32 [T, M] blocks of the hierarchical indexer (None = no restriction).
     """
 
     compressed_kv: Tensor | None = None
@@ -42,8 +42,9 @@ class Shared:
 
 
 class Attended(NamedTuple):
-    """Result of one attention layer: output [T, d], state for later layers, what its indexer can be taught (index sources only),
-    and its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only)."""
+    """Result of one attention layer: output [T, d], state for later layers, what its indexer can be taught (index
+    sources only), and its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only).
+    """
 
     output: Tensor
     shared: Shared
@@ -133,7 +134,9 @@ class Attention(nn.Module):
             shared = replace(shared, topk_indices=topk_indices, candidates=candidates)
         return shared, Lesson(query, shared.index_keys, topk_indices)
 
-    def _attend(self, q: Tensor, window_kv: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, window_kv: Tensor, pack: Pack, shared: Shared, runtime: Runtime
+    ) -> tuple[Tensor, Tensor | None]:
         window = self.config.sliding_window
         index = torch.arange(pack.tokens, device=q.device)
         window_start = torch.maximum(pack.document_start, index - (window - 1))

@@ -17,8 +17,8 @@ from model.attention import Attention, Shared
 from model.config import ModelConfig, Runtime, TextConfig
 from model.engram import Engram, check_token_map, engram_rows
 from model.hyper import HyperConnection, collapse, expand
-from model.init import init_weights
 from model.indexer import Lesson, indexer_loss
+from model.init import init_weights
 from model.loss import cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, expert_load, sequence_balance
 from model.norm import RMSNorm
@@ -27,8 +27,9 @@ from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
 class BlockResult(NamedTuple):
-    """What a block hands on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state; and what it reports:
-    its attention's lesson and mass (see `Attended`) and its routing."""
+    """What a block hands on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state; and
+    what it reports: its attention's lesson and mass (see `Attended`) and its routing.
+    """
 
     streams: Tensor
     pre_mix: Tensor
@@ -39,7 +40,7 @@ class BlockResult(NamedTuple):
 
 
 class Block(nn.Module):
-    """Engram (some layers), attention and MoE, each sublayer read from and written to the streams by its own mHC mix."""
+    """Engram (some layers), attention and MoE; each sublayer reads and writes the streams by its own mHC mix."""
 
     def __init__(self, config: TextConfig, layer: int):
         super().__init__()
@@ -54,7 +55,9 @@ class Block(nn.Module):
     def forward(
         self, streams: Tensor, pre_mix: Tensor, shared: Shared, rows: Tensor | None, pack: Pack, runtime: Runtime
     ) -> BlockResult:
-        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram rows or None."""
+        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram
+        rows or None.
+        """
         if self.engram is not None:
             streams = self.engram(streams, rows, pack)
         mix = self.hc_attn(streams)
@@ -68,7 +71,9 @@ class Block(nn.Module):
 
 
 class Trace(NamedTuple):
-    """A whole pass over the blocks: hidden [T, d] after the final norm, every block's result, and the streams entering each block."""
+    """A whole pass over the blocks: hidden [T, d] after the final norm, every block's result, and the streams
+    entering each block.
+    """
 
     hidden: Tensor
     blocks: list[BlockResult]
@@ -79,7 +84,8 @@ class Trace(NamedTuple):
 class Totals:
     """Counts over a whole optimizer step (all micro-batches, all ranks) that its losses are divided by.
 
-    supervised: targets; real: non-padding tokens; index_queries int64 [index sources]: supervised queries that see an entry.
+    supervised: targets; real: non-padding tokens; index_queries int64 [index sources]: supervised queries that see an
+    entry.
     """
 
     supervised: Tensor
@@ -99,10 +105,11 @@ class Totals:
 
 
 class Losses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals: micro-batches add up.
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals:
+    micro-batches add up.
 
-    The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum and
-    index_queries per index source, expert_load int64 [layers, 2, E] (text, image).
+    The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum
+    and index_queries per index source, expert_load int64 [layers, 2, E] (text, image).
     """
 
     total: Tensor
@@ -116,8 +123,9 @@ class Losses(NamedTuple):
 
 @dataclass
 class Output:
-    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) when labels were given; hidden_states: the streams [B, S, n, d]
-    entering each block, when asked for."""
+    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) when labels were given; hidden_states: the
+    streams [B, S, n, d] entering each block, when asked for.
+    """
 
     logits: Tensor
     loss: Tensor | None = None
@@ -156,9 +164,10 @@ class DeepseekV41(nn.Module):
     ) -> Output:
         """Whole logits, for inference and comparison.
 
-        input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens int64 [B, documents]
-        (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64 [images, 2], vision_token_types int64
-        [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END). Logits at padding are zero.
+        input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens
+        int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
+        [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END). Logits at padding
+        are zero.
         """
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
@@ -170,12 +179,15 @@ class DeepseekV41(nn.Module):
         hidden_states = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
         return Output(pack.unflatten(logits), loss, hidden_states)
 
-    def totals(self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_) -> Totals:
+    def totals(
+        self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_
+    ) -> Totals:
         """What this batch adds to the step's totals; costs no forward."""
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
         taught = next_token_targets(pack.flatten(labels), pack.document) >= 0
         queries = [
-            (taught & (pack.position + 1 >= self.config.text.ratio(layer))).sum() for layer in self.config.text.index_source_layer_ids
+            (taught & (pack.position + 1 >= self.config.text.ratio(layer))).sum()
+            for layer in self.config.text.index_source_layer_ids
         ]
         real = torch.tensor(pack.tokens, device=taught.device)
         return Totals(taught.sum(), real, torch.stack(queries) if queries else taught.new_zeros(0, dtype=torch.int64))
@@ -259,13 +271,17 @@ class DeepseekV41(nn.Module):
             features = self.aligner(self.vision(pixel_values, image_grid_hws))
             found = features.shape[0]
         if found != len(slots):
-            raise ValueError(f"the batch has {len(slots)} IMAGE tokens but its images make {found}; check image_grid_hws")
+            raise ValueError(
+                f"the batch has {len(slots)} IMAGE tokens but its images make {found}; check image_grid_hws"
+            )
         for kind, vector in ((START, self.image_start), (NEWLINE, self.image_newline), (END, self.image_end)):
             x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
 
     def _teach_indexers(self, blocks: list[BlockResult], taught: Tensor) -> tuple[Tensor, Tensor]:
-        """(KL summed over queries [index sources], queries int64 [index sources]); the mass of a source's followers is its target."""
+        """(KL summed over queries [index sources], queries int64 [index sources]); the mass of a source's followers
+        is its target.
+        """
         sums, queries = [], []
         for source in self.config.text.index_source_layer_ids:
             lesson = blocks[source].lesson
@@ -288,7 +304,8 @@ def build_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> DeepseekV41:
-    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in seconds.
+    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
+    seconds.
 
     dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases).
     """

@@ -1,7 +1,7 @@
 """Checkpoints in the released layout: names, shards, index.
 
-Our parameter names are the released ones except that a layer's experts are stacked and an mHC mix is a submodule. Reading is
-strict: a missing, extra or mis-shaped tensor is named before anything is used.
+Our parameter names are the released ones except that a layer's experts are stacked and an mHC mix is a submodule.
+Reading is strict: a missing, extra or mis-shaped tensor is named before anything is used.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def load_pretrained(
     device: str | torch.device = "cpu",
     runtime: Runtime | None = None,
 ) -> DeepseekV41:
-    """Load a checkpoint folder: config.json, safetensors in the released names (bf16 or fp32), tokenizer.json if it has Engram layers.
+    """Load a checkpoint folder: config.json, safetensors in the released names (bf16 or fp32), tokenizer.json if it
+    has Engram layers.
 
-    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra or mis-shaped tensor. Drafter tensors
-    (`mtp.*`) are left out: the drafter is not part of this model.
+    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra or mis-shaped tensor.
+    Drafter tensors (`mtp.*`) are left out: the drafter is not part of this model.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
@@ -62,7 +63,9 @@ def load_pretrained(
 
 @torch.no_grad()
 def load_weights(model: DeepseekV41, folder: str | Path) -> None:
-    """Copy a folder's tensors into `model`, one at a time. Nothing is copied unless names and shapes agree completely."""
+    """Copy a folder's tensors into `model`, one at a time. Nothing is copied unless names and shapes agree
+    completely.
+    """
     files = _tensor_files(Path(folder))
     targets = {}
     for name, tensor in _state(model):
@@ -91,7 +94,8 @@ def save_pretrained(
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
 
-    `dtype` casts matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is replaced.
+    `dtype` casts matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing
+    folder is replaced.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +168,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it, from the index or the single file, checked against the files' own headers."""
     index = folder / INDEX
     if index.is_file():
-        listed = {name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        listed = {
+            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
         paths = sorted(set(listed.values()))
     elif (folder / SINGLE).is_file():
         listed, paths = None, [folder / SINGLE]
@@ -203,5 +209,7 @@ def _shape_problems(files: dict[str, Path], targets: dict[str, Tensor]) -> list[
 def _tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; a model with Engram layers needs its tokenizer to compress token ids")
+        raise FileNotFoundError(
+            f"{path} does not exist; a model with Engram layers needs its tokenizer to compress token ids"
+        )
     return Tokenizer.from_file(str(path))

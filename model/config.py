@@ -1,7 +1,7 @@
 """The V4.1 configuration: released `config.json` names, their defaults and the rules between them.
 
-Defaults are the released DeepSeek-V4.1-Flash values. `ModelConfig.from_dict` accepts the released JSON shape and reports every
-problem at once; nothing else in `model/` checks configuration again.
+Defaults are the released DeepSeek-V4.1-Flash values. `ModelConfig.from_dict` accepts the released JSON shape and
+reports every problem at once; nothing else in `model/` checks configuration again.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class ModelConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
-    extra: dict[str, Any] = field(default_factory=dict)  # released keys that do not shape the model; kept for writing back
+    # released keys that do not shape the model; kept for writing back
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -246,9 +247,9 @@ def text_problems(c: TextConfig) -> list[str]:
             problems.append(f"text_config.{key}: {message}")
 
     positive = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_lora_rank "
-        "o_groups moe_intermediate_size n_routed_experts num_experts_per_tok sliding_window index_n_heads index_head_dim "
-        "index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters"
+        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
+        "o_lora_rank o_groups moe_intermediate_size n_routed_experts num_experts_per_tok sliding_window index_n_heads "
+        "index_head_dim index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters"
     )
     for key in positive.split():
         need(getattr(c, key) > 0, key, f"is {getattr(c, key)}, must be positive")
@@ -284,13 +285,15 @@ def _schedule_problems(c: TextConfig) -> list[str]:
     allowed = {layers, layers + c.num_nextn_predict_layers}
     if len(c.compress_ratios) not in allowed:
         problems.append(
-            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the {layers} layers"
-            f" (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
+            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the {layers} "
+            f"layers (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
         )
         return problems
     for layer, ratio in enumerate(c.compress_ratios):
         if ratio < 0:
-            problems.append(f"text_config.compress_ratios: layer {layer} has ratio {ratio}, must be 0 (window only) or more")
+            problems.append(
+                f"text_config.compress_ratios: layer {layer} has ratio {ratio}, must be 0 (window only) or more"
+            )
         if layer >= layers and ratio != 0:
             problems.append(f"text_config.compress_ratios: drafter layer {layer} has ratio {ratio}, must be 0")
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
@@ -306,7 +309,9 @@ def _schedule_problems(c: TextConfig) -> list[str]:
     for key in ("kv_source_layer_ids", "index_source_layer_ids"):
         for layer in getattr(c, key):
             if c.ratio(layer) == 0:
-                problems.append(f"text_config.{key}: layer {layer} has compress ratio 0, a window-only layer is no source")
+                problems.append(
+                    f"text_config.{key}: layer {layer} has compress ratio 0, a window-only layer is no source"
+                )
     for layer in c.kv_source_layer_ids:
         if layer not in c.index_source_layer_ids:
             problems.append(f"text_config.kv_source_layer_ids: layer {layer} must also be in index_source_layer_ids")
@@ -315,16 +320,18 @@ def _schedule_problems(c: TextConfig) -> list[str]:
         if not ratio:
             continue
         if source is None:
-            problems.append(f"text_config.compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it")
+            problems.append(
+                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it"
+            )
         elif c.ratio(source) != ratio:
             problems.append(
-                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has ratio "
-                f"{c.ratio(source)}; they must be equal"
+                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has "
+                f"ratio {c.ratio(source)}; they must be equal"
             )
     if c.candidate_source_layer_id != -1 and c.candidate_source_layer_id not in c.kv_source_layer_ids:
         problems.append(
-            f"text_config.candidate_source_layer_id: layer {c.candidate_source_layer_id} must be one of kv_source_layer_ids "
-            f"{list(c.kv_source_layer_ids)}, or -1 for off"
+            f"text_config.candidate_source_layer_id: layer {c.candidate_source_layer_id} must be one of "
+            f"kv_source_layer_ids {list(c.kv_source_layer_ids)}, or -1 for off"
         )
     return problems
 
@@ -340,8 +347,8 @@ def _engram_problems(c: TextConfig) -> list[str]:
             problems.append(f"text_config.{key}: is {getattr(c, key)}, must be positive")
     if c.engram_num_embeddings and len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         problems.append(
-            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram "
-            "layers; give one each, or none to have them computed"
+            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} "
+            "Engram layers; give one each, or none to have them computed"
         )
     return problems
 
@@ -354,7 +361,9 @@ def vision_problems(v: VisionConfig) -> list[str]:
             f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
         )
     elif (v.hidden_size // v.num_attention_heads) % 4:
-        problems.append("vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)")
+        problems.append(
+            "vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)"
+        )
     for key in ("patch_size", "downsample_ratio", "max_image_tokens", "num_hidden_layers", "intermediate_size"):
         if getattr(v, key) < 1:
             problems.append(f"vision_config.{key}: is {getattr(v, key)}, must be positive")
@@ -384,7 +393,9 @@ def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> An
         elif isinstance(default, int):
             ok = isinstance(value, int) and not isinstance(value, bool)
         elif isinstance(default, float) or default is None:
-            ok = (isinstance(value, (int, float)) and not isinstance(value, bool)) or (default is None and value is None)
+            ok = (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
+                default is None and value is None
+            )
         else:
             ok = isinstance(value, type(default))
         if not ok:

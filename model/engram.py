@@ -1,7 +1,7 @@
 """Engram: hashed n-gram memory, added to all residual streams before a block's attention.
 
-Token ids are compressed (spellings that normalise alike share an id), the n-grams that end at a token are hashed into prime-sized
-tables, and the rows found there make n keys and one value that a gate writes into the streams.
+Token ids are compressed (spellings that normalise alike share an id), the n-grams that end at a token are hashed into
+prime-sized tables, and the rows found there make n keys and one value that a gate writes into the streams.
 Shapes: T tokens, n streams, d hidden, G = (max_ngram - 1) * heads rows per token and layer.
 """
 
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from model.config import TextConfig
 from model.pack import Pack
 
+
 @dataclass(frozen=True)
 class EngramTables:
-    """Hash constants of every Engram layer: multipliers [layers][orders+1], primes and offsets [layers][G], rows [layers]."""
+    """Hash constants of every Engram layer: multipliers [layers][orders+1], primes and offsets [layers][G], rows
+    [layers].
+    """
 
     multipliers: tuple[tuple[int, ...], ...]
     primes: tuple[tuple[int, ...], ...]
@@ -29,7 +32,9 @@ class EngramTables:
 
 
 def engram_tables(config: TextConfig) -> EngramTables:
-    """The constants that the released configuration implies. Raises ValueError if `engram_num_embeddings` contradicts them."""
+    """The constants that the configuration implies. Raises ValueError if `engram_num_embeddings` has too few rows for
+    them.
+    """
     tables = _tables(
         config.engram_layer_ids,
         config.engram_max_ngram_size,
@@ -37,10 +42,11 @@ def engram_tables(config: TextConfig) -> EngramTables:
         config.engram_vocab_size,
         config.engram_compressed_vocab_size,
     )
-    if config.engram_num_embeddings and tuple(config.engram_num_embeddings) != tables.rows:
+    given = config.engram_num_embeddings
+    if any(have < need for have, need in zip(given, tables.rows, strict=False)):
         raise ValueError(
-            f"text_config.engram_num_embeddings: is {list(config.engram_num_embeddings)}, but engram_vocab_size, engram_n_heads and "
-            f"engram_max_ngram_size give {list(tables.rows)}; correct it or leave it empty"
+            f"text_config.engram_num_embeddings: is {list(given)}, but engram_vocab_size, engram_n_heads and "
+            f"engram_max_ngram_size need {list(tables.rows)} rows; correct it or leave it empty"
         )
     return tables
 
@@ -97,9 +103,9 @@ def _is_prime(n: int) -> bool:
 def build_token_map(tokenizer: Tokenizer) -> Tensor:
     """int64 [len(tokenizer)]: compressed id of every token id, in order of first appearance.
 
-    Two tokens share an id when their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs of space,
-    tab, CR and LF into one space, and stripping (a lone space stays). A token that does not decode on its own counts by its raw
-    spelling, one of which nothing is left by its decoded text.
+    Two tokens share an id when their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs
+    of space, tab, CR and LF into one space, and stripping (a lone space stays). A token that does not decode on its
+    own counts by its raw spelling, one of which nothing is left by its decoded text.
     """
     ids: dict[str, int] = {}
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -132,12 +138,19 @@ def _compression_key(tokenizer: Tokenizer, normalizer: normalizers.Normalizer, t
 
 
 def hash_ids(
-    tables: EngramTables, layer: int, token_map: Tensor, pad_token_id: int, tokens: Tensor, document_start: Tensor, masked: Tensor | None
+    tables: EngramTables,
+    layer: int,
+    token_map: Tensor,
+    pad_token_id: int,
+    tokens: Tensor,
+    document_start: Tensor,
+    masked: Tensor | None,
 ) -> Tensor:
     """Table rows of one Engram layer (`layer` counts Engram layers): int64 [T, G].
 
-    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the document or meets a
-    masked position reads the pad token's compressed id, and so do all farther ones. int64 arithmetic wraps.
+    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the
+    document or meets a masked position reads the pad token's compressed id, and so do all farther ones. int64
+    arithmetic wraps.
     """
     index = torch.arange(tokens.shape[0], device=tokens.device)
     compressed = token_map[tokens]
@@ -171,7 +184,8 @@ class Engram(nn.Module):
         self.n, self.eps = n, config.rms_norm_eps
         self.number = config.engram_layer_ids.index(layer)
         self.tables = engram_tables(config)
-        self.embed = nn.Embedding(self.tables.rows[self.number], config.engram_head_dim)
+        rows = (config.engram_num_embeddings or self.tables.rows)[self.number]  # files may hold a few spare rows
+        self.embed = nn.Embedding(rows, config.engram_head_dim)
         self.wkv = nn.Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))
@@ -203,14 +217,14 @@ def check_token_map(config: TextConfig, token_map: Tensor | None) -> None:
     if not config.engram_layer_ids:
         return
     if token_map is None:
-        raise ValueError("this configuration has Engram layers: a token map is needed (model.engram.build_token_map(tokenizer))")
+        raise ValueError(
+            "this configuration has Engram layers: a token map is needed (model.engram.build_token_map(tokenizer))"
+        )
     if token_map.dtype != torch.int64 or token_map.dim() != 1:
         raise ValueError(f"the Engram token map must be int64 [tokens], got {token_map.dtype} {list(token_map.shape)}")
     compressed = int(token_map.max()) + 1
     if compressed > config.engram_compressed_vocab_size:
         raise ValueError(
-            f"text_config.engram_compressed_vocab_size: is {config.engram_compressed_vocab_size}, but the tokenizer has {compressed} "
-            "distinct compressed tokens"
+            f"text_config.engram_compressed_vocab_size: is {config.engram_compressed_vocab_size}, but the tokenizer has "
+            f"{compressed} distinct compressed tokens"
         )
-
-

@@ -1,8 +1,8 @@
 """Single-pass manifold-constrained hyper-connections (mHC): n residual streams, mixed by input-dependent coefficients.
 
 Shapes: T tokens, n streams (`hc_mult`), d hidden. Coefficients are fp32 everywhere.
-A sublayer reads `collapse(X, pre of the previous sublayer)` and writes `expand(X, y, post, comb)`; its own coefficients come from
-the streams that enter it.
+A sublayer reads `collapse(X, pre of the previous sublayer)` and writes `expand(X, y, post, comb)`; its own
+coefficients come from the streams that enter it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Mix(NamedTuple):
 
 
 class HyperConnection(nn.Module):
-    """Coefficients of one sublayer: `fn` [(2+n)n, n*d], `base` [(2+n)n], `scale` [3], all fp32 whatever the model's dtype."""
+    """Coefficients of one sublayer: `fn` [(2+n)n, n*d], `base` [(2+n)n], `scale` [3], all fp32 whatever the model's
+    dtype.
+    """
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -41,7 +43,9 @@ class HyperConnection(nn.Module):
             flat = streams.flatten(1).float()
             # token axis last: the many small steps below then run on long contiguous rows
             mixes = self.fn @ flat.t() * torch.rsqrt(flat.square().mean(-1) + self.eps)  # [(2+n)n, T]
-            scale = torch.repeat_interleave(self.scale, torch.tensor([n, n, n * n], device=mixes.device), output_size=(2 + n) * n)
+            scale = torch.repeat_interleave(
+                self.scale, torch.tensor([n, n, n * n], device=mixes.device), output_size=(2 + n) * n
+            )
             logits = mixes * scale[:, None] + self.base[:, None]
             pre = torch.sigmoid(logits[:n]) + self.hc_eps
             post = 2 * torch.sigmoid(logits[n : 2 * n])
@@ -52,7 +56,8 @@ class HyperConnection(nn.Module):
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """[n, n, T] logits -> (nearly) doubly stochastic [n, n, T], fp32.
 
-    Softmax over the target axis plus eps, one column normalisation, then iters-1 times rows and columns, every denominator + eps.
+    Softmax over the target axis plus eps, one column normalisation, then iters-1 times rows and columns, every
+    denominator + eps.
     """
     return _Sinkhorn.apply(logits, iters, eps)
 
@@ -66,7 +71,8 @@ class _Sinkhorn(torch.autograd.Function):
         m = soft + eps
         steps = []
         for k in range(2 * iters - 1):
-            denominator = m.sum(k % 2, keepdim=True).add_(eps)  # even steps: over sources (columns), odd: over targets (rows)
+            # even steps normalise columns (sum over sources), odd ones rows (sum over targets)
+            denominator = m.sum(k % 2, keepdim=True).add_(eps)
             m = m / denominator
             steps.append((m, denominator))
         ctx.save_for_backward(soft, *(t for step in steps for t in step))

@@ -1,9 +1,10 @@
-"""The lightning indexer: scores compressed entries, keeps candidate blocks, selects the top-k, and learns from the attention.
+"""The lightning indexer: scores compressed entries, keeps candidate blocks, selects the top-k, and learns from the
+attention.
 
 Shapes: T tokens, Hi index heads, Di index head dim, N entry slots, K = `index_topk`, M candidate blocks, b block size.
     score[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j])
-Selection is hard and carries no gradient; `indexer_loss` teaches the scores the attention mass that the main attention really puts
-on the selected entries.
+Selection is hard and carries no gradient; `indexer_loss` teaches the scores the attention mass that the main
+attention really puts on the selected entries.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.norm import RMSNorm
 from model.pack import Entries, Pack
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
-from model.norm import RMSNorm
 from model.sparse import CHUNK_ELEMENTS
 
 
@@ -58,9 +59,9 @@ def select(
 ) -> tuple[Tensor, Tensor | None]:
     """Score every visible entry; keep the best.
 
-    Returns topk_indices int32 [T, topk] (slots, -1 = none left, otherwise in descending score) and, when `pool` is a number,
-    candidates int32 [T, min(pool, blocks)]: the block that holds the newest visible entry and the best others by their best entry.
-    Candidates bind later index sources; the source itself chooses freely.
+    Returns topk_indices int32 [T, topk] (slots, -1 = none left, otherwise in descending score) and, when `pool` is a
+    number, candidates int32 [T, min(pool, blocks)]: the block that holds the newest visible entry and the best others
+    by their best entry. Candidates bind later index sources; the source itself chooses freely.
     Cost: O(T * visible entries) multiply-adds in chunks of queries; no [T, N] matrix.
     """
     tokens = query.q.shape[0]
@@ -96,7 +97,9 @@ def select_from_candidates(
         slots = (candidates[rows, :, None].clamp(min=0) * block + within).flatten(1)
         chosen = keys.index_select(0, slots.flatten()).view(*slots.shape, -1)
         scores = _scores(query.q[rows], query.weights[rows], chosen)
-        allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (slots < entries.visible_to[rows, None])
+        allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (
+            slots < entries.visible_to[rows, None]
+        )
         scores.masked_fill_(~allowed, float("-inf"))
         best = scores.topk(min(topk, scores.shape[1]), dim=-1)
         found = slots.gather(1, best.indices).masked_fill_(best.values == float("-inf"), -1)
@@ -105,7 +108,9 @@ def select_from_candidates(
 
 
 def _query_chunks(entries: Entries, heads: int, block: int):
-    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see; queries that see none are left out."""
+    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see; queries that see
+    none are left out.
+    """
     tokens = entries.host_to.shape[0]
     widest = int((entries.host_to - entries.host_from).max()) if tokens else 0
     budget = CHUNK_ELEMENTS.get(entries.visible_to.device.type, CHUNK_ELEMENTS["cuda"])
@@ -153,9 +158,10 @@ class Lesson(NamedTuple):
 def indexer_loss(lesson: Lesson, mass: Tensor, taught: Tensor) -> Tensor:
     """Sum over the taught queries of KL(target || student) on their selected entries: 0-d fp32.
 
-    Target: attention mass [T, K] that the layers which consume the selection put on its entries (summed over heads and layers, the
-    main attention's own denominators), L1-normalised, detached. Student: softmax of the index scores over the same entries.
-    taught bool [T]: supervised queries. Queries that see no entry are left out. V3.2's sparse stage, carried over to V4.1.
+    Target: attention mass [T, K] that the layers which consume the selection put on its entries (summed over heads
+    and layers, the main attention's own denominators), L1-normalised, detached. Student: softmax of the index scores
+    over the same entries. taught bool [T]: supervised queries. Queries that see no entry are left out. V3.2's sparse
+    stage, carried over to V4.1.
     """
     return _IndexerLoss.apply(lesson.query.q, lesson.query.weights, lesson.keys, lesson.topk_indices, mass, taught)
 

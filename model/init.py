@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def init_weights(model: DeepseekV41, seed: int) -> None:
     """Initialise every parameter and buffer in place, in name order, from one generator per device.
 
-    Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query weights: 1. Biases,
-    sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal shares, so `pre` starts at 1/n, `post`
-    at 1, `comb` near the identity, and the input-dependent part at a hundredth of its scale.
+    Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query
+    weights: 1. Biases, sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal
+    shares, so `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent part at a hundredth
+    of its scale.
     """
     text = model.config.text
     n = text.hc_mult

@@ -10,7 +10,8 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum of cross-entropies in nats, 0-d fp32, of hidden [R, d] through the head weight [V, d] against targets int64 [R].
+    """Sum of cross-entropies in nats, 0-d fp32, of hidden [R, d] through the head weight [V, d] against targets int64
+    [R].
 
     Logits are computed in hidden's dtype and reduced in fp32, a chunk at a time, together with their gradients.
     """
@@ -55,7 +56,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def next_token_targets(labels: Tensor, document: Tensor) -> Tensor:
-    """Unshifted labels int64 [T] of a pack -> target of each position, -100 where the next token is in another document."""
+    """Unshifted labels int64 [T] of a pack -> target of each position, -100 where the next token is in another
+    document.
+    """
     shifted = F.pad(labels[1:], (0, 1), value=-100)
     crosses = F.pad(document[1:] != document[:-1], (0, 1), value=True)
     return shifted.masked_fill(crosses, -100)

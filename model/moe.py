@@ -1,4 +1,5 @@
-"""Mixture of experts: square-root softplus scores, two selection biases (text, image), clamped SwiGLU experts, a shared expert.
+"""Mixture of experts: square-root softplus scores, two selection biases (text, image), clamped SwiGLU experts, a
+shared expert.
 
 Shapes: T tokens, d hidden, E experts, k experts per token, f expert intermediate size.
 """
@@ -24,7 +25,9 @@ class Routing(NamedTuple):
 
 
 class Gate(nn.Module):
-    """Chooses experts by score + bias, weighs them by score alone. The biases are buffers moved by the balance rule only."""
+    """Chooses experts by score + bias, weighs them by score alone. The biases are buffers moved by the balance rule
+    only.
+    """
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -95,7 +98,9 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config)
 
     def forward(self, x: Tensor, pack: Pack) -> tuple[Tensor, Routing]:
-        """x [T, d] -> ([T, d], routing). The routing is returned, never stored: a recomputed block counts nothing twice."""
+        """x [T, d] -> ([T, d], routing). The routing is returned, never stored: a recomputed block counts nothing
+        twice.
+        """
         routing = self.gate(x, pack.image)
         y = self.experts(x, routing) + self.shared_experts(x).float()
         return y.to(x.dtype), routing
@@ -111,8 +116,8 @@ def expert_load(routing: Routing, image: Tensor | None) -> Tensor:
 def sequence_balance(routing: Routing, pack: Pack) -> Tensor:
     """Sequence-level balance loss summed over tokens: sum over documents of length * sum_e f_e P_e (DeepSeek-V3 form).
 
-    f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its length (our choice:
-    packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
+    f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its
+    length (our choice: packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
     """
     experts, k = routing.scores.shape[1], routing.indices.shape[1]
     documents = pack.document_lengths.shape[0]
@@ -124,7 +129,9 @@ def sequence_balance(routing: Routing, pack: Pack) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """rows [R, in] in group order, weight [E, out, in], ends int32 [E] (running ends) -> [R, out], in the autocast dtype if one is on."""
+    """rows [R, in] in group order, weight [E, out, in], ends int32 [E] (running ends) -> [R, out], in the autocast
+    dtype if one is on.
+    """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
@@ -132,7 +139,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]], computed in fp32, returned in gate's dtype."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]], computed in fp32, returned in gate's
+    dtype.
+    """
     return _ClampedSwiGLU.apply(gate, up, limit, weights)
 
 

@@ -1,8 +1,8 @@
 """The pack: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
 
-Every layer works on [T, ...] tensors. Rows, padding and document borders exist only here: each row of a batch is one document, or
-several when `seq_lens` says so; padding is dropped on entry and put back on exit. So a packed batch equals its documents run
-alone, and nothing needs alignment between documents.
+Every layer works on [T, ...] tensors. Rows, padding and document borders exist only here: each row of a batch is one
+document, or several when `seq_lens` says so; padding is dropped on entry and put back on exit. So a packed batch
+equals its documents run alone, and nothing needs alignment between documents.
 
 Shapes: T tokens of the pack, N entry slots of one compression ratio.
 """
@@ -22,12 +22,13 @@ from model.rope import inverse_frequencies, rotations
 class Entries:
     """Compressed entries of one ratio r in slot order.
 
-    A document's floor(len/r) entries fill consecutive slots; each document starts at a multiple of `candidate_block_size`, so a
-    block of the hierarchical indexer is `slot // block_size` and a document's visible entries are always one range of slots.
+    A document's floor(len/r) entries fill consecutive slots; each document starts at a multiple of
+    `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size` and a document's visible
+    entries are always one range of slots.
     """
 
     ratio: int
-    first_token: Tensor  # int64 [N]: pack index of the first token of the slot's group (unused slots repeat a valid index)
+    first_token: Tensor  # int64 [N]: pack index of the slot's first token (unused slots repeat a valid one)
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
@@ -45,7 +46,7 @@ class Pack:
 
     rows: int
     row_length: int
-    gather: Tensor | None  # int64 [T]: index of each real token in the flattened [B*S]; None when every position is real
+    gather: Tensor | None  # int64 [T]: where each token lies in the flattened [B*S]; None when all positions are real
     document: Tensor  # int64 [T]: running document number over the batch
     document_start: Tensor  # int64 [T]: pack index of the first token of the token's document
     document_lengths: Tensor  # int64 [documents]
@@ -79,8 +80,9 @@ def build_pack(
     seq_lens: Tensor | None = None,
     vision_token_types: Tensor | None = None,
 ) -> Pack:
-    """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row) and `seq_lens`
-    [B, documents] (lengths, zero = none). Raises ValueError when they are malformed."""
+    """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
+    and `seq_lens` [B, documents] (lengths, zero = none). Raises ValueError when they are malformed.
+    """
     rows, row_length = input_ids.shape
     device = input_ids.device
     starts, lengths = _documents(rows, row_length, attention_mask, seq_lens)
@@ -107,7 +109,8 @@ def build_pack(
         phasors=rotations(position.to(device), inverse_frequencies(config, compressed=False)),
         phasors_yarn=rotations(position.to(device), yarn),
         entries={
-            r: _entries(r, config.candidate_block_size, length, token_start, document, position, yarn, device) for r in ratios
+            r: _entries(r, config.candidate_block_size, length, token_start, document, position, yarn, device)
+            for r in ratios
         },
     )
 
@@ -143,7 +146,9 @@ def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_le
             raise ValueError(f"seq_lens must be [{rows}, documents], got {list(seq_lens.shape)}")
         for row, lens in enumerate(seq_lens.tolist()):
             if min(lens, default=0) < 0 or sum(lens) > row_length:
-                raise ValueError(f"seq_lens row {row} is {lens}: lengths must be >= 0 and add up to at most {row_length}")
+                raise ValueError(
+                    f"seq_lens row {row} is {lens}: lengths must be >= 0 and add up to at most {row_length}"
+                )
             at = row * row_length
             for n in filter(None, lens):
                 starts.append(at)
@@ -155,7 +160,9 @@ def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_le
         for row, mask in enumerate(attention_mask.bool().cpu()):
             real = mask.nonzero().flatten()
             if len(real) and int(real[-1]) - int(real[0]) + 1 != len(real):
-                raise ValueError(f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to pack)")
+                raise ValueError(
+                    f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to pack)"
+                )
             if len(real):
                 starts.append(row * row_length + int(real[0]))
                 lengths.append(len(real))

@@ -1,6 +1,7 @@
 """Fake quantisation of the attention state: the forward rounds, the backward passes straight through.
 
-The three formats of the V4.1 report. They are part of the forward pass (they move the top-k), so training applies them too:
+The three formats of the V4.1 report. They are part of the forward pass (they move the top-k), so training applies
+them too:
   FP8 window KV   groups of 32, UE8M0 scale, E4M3 values
   MXFP4 indexer   groups of 32, UE8M0 scale, E2M1 values
   FP4 main KV     groups of 16, E4M3 scale, E2M1 values, no global scale
@@ -18,7 +19,9 @@ E4M3_SMALLEST = 2.0**-9  # smallest positive E4M3 value (subnormal)
 
 
 def fake_quant_fp8(x: Tensor) -> Tensor:
-    """E4M3 in groups of 32 along the last axis with a power-of-two scale: the sliding-window KV. Same shape and dtype as `x`."""
+    """E4M3 in groups of 32 along the last axis with a power-of-two scale: the sliding-window KV. Same shape and dtype
+    as `x`.
+    """
     return _StraightThrough.apply(x, _fp8)
 
 
@@ -63,7 +66,9 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), ties to the even mantissa, clipped at 6. fp32."""
+    """Nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), ties to the even mantissa, clipped at 6.
+    fp32.
+    """
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = x.abs()
     # spacing of the grid is .5 below 2, 1 below 4, 2 above; dividing by it makes round-half-even the even mantissa

@@ -13,9 +13,9 @@ from model.config import TextConfig
 def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
     """fp32 [rope/2] angular frequency of each pair.
 
-    Window-only layers use `rope_theta` as it is; compressed layers use `compress_rope_theta` with YaRN: frequencies that turn
-    fewer than beta_slow times over the original context are divided by `factor`, those above beta_fast are kept, with a linear
-    ramp between (V4.1 released configuration).
+    Window-only layers use `rope_theta` as it is; compressed layers use `compress_rope_theta` with YaRN: frequencies
+    that turn fewer than beta_slow times over the original context are divided by `factor`, those above beta_fast are
+    kept, with a linear ramp between (V4.1 released configuration).
     """
     dim = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta

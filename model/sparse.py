@@ -1,12 +1,13 @@
-"""Attention over a sliding window and selected compressed entries: the plain reference and the linear-cost path, side by side.
+"""Attention over a sliding window and selected compressed entries: the plain reference and the linear-cost path, side
+by side.
 
 Both compute, for query t and head h over the keys k in its window and its selected entries (key = value, one KV head),
     p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)),   out = sum_k p k
 in fp32 softmax. Shapes: T tokens, H heads, D head dim, N entry slots, K selected entries, W window.
 
-`dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C, gives each block
-the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the backward: O(T * (W + K)) time,
-O(T) memory, nothing of size T x T or T x N.
+`dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
+gives each block the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the
+backward: O(T * (W + K)) time, O(T) memory, nothing of size T x T or T x N.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ QUERY_BLOCK = 64
 
 
 def dense_attention(
-    q: Tensor, window_kv: Tensor, window_start: Tensor, entries: Tensor | None, topk_indices: Tensor | None, sink: Tensor, scale: float
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference. q [T, H, D], window_kv [T, D], window_start int [T] (first visible token), entries [N, D], topk_indices int
-    [T, K] (-1 = none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each selected entry summed over heads)."""
+    """The reference. q [T, H, D], window_kv [T, D], window_start int [T] (first visible token), entries [N, D],
+    topk_indices int [T, K] (-1 = none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each
+    selected entry summed over heads).
+    """
     tokens = q.shape[0]
     index = torch.arange(tokens, device=q.device)
     visible = (index[None, :] <= index[:, None]) & (index[None, :] >= window_start[:, None])
@@ -65,7 +74,9 @@ def sparse_attention(
 
 
 class _Blocks:
-    """Cuts the token axis into query blocks of C with a key span of `before` + C, and blocks into chunks of bounded size."""
+    """Cuts the token axis into query blocks of C with a key span of `before` + C, and blocks into chunks of bounded
+    size.
+    """
 
     def __init__(self, q: Tensor, window: int, selected: int):
         tokens, heads, dim = q.shape
@@ -94,7 +105,9 @@ class _Blocks:
         """Overlapping view [blocks, span, D] of padded keys."""
         row = padded.stride(0)
         return padded.as_strided(
-            (stop - start, self.span, padded.shape[1]), (self.size * row, row, 1), padded.storage_offset() + start * self.size * row
+            (stop - start, self.span, padded.shape[1]),
+            (self.size * row, row, 1),
+            padded.storage_offset() + start * self.size * row,
         )
 
     def hidden(self, window_start: Tensor, start: int, stop: int) -> Tensor:
@@ -157,11 +170,22 @@ class _SparseAttention(torch.autograd.Function):
                 d_far = torch.bmm(d_out[rows], chosen.transpose(1, 2)).float().sub_(delta[rows].unsqueeze(-1))
                 d_far = d_far.mul_(far).mul_(ctx.scale).to(q.dtype)
                 grad.baddbmm_(d_far, chosen)
-                d_chosen = torch.bmm(d_far.transpose(1, 2), inputs.q[rows]).baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows])
+                d_chosen = torch.bmm(d_far.transpose(1, 2), inputs.q[rows]).baddbmm_(
+                    far.to(q.dtype).transpose(1, 2), d_out[rows]
+                )
                 d_entries.index_add_(0, inputs.index[rows].flatten(), d_chosen.flatten(0, 1).float())
             d_q[rows] = grad
         d_window = d_window[blocks.before : blocks.before + blocks.tokens].to(window_kv.dtype)
-        return d_q[: blocks.tokens], d_window, None, d_entries.to(entries.dtype), None, d_sink.to(sink.dtype), None, None
+        return (
+            d_q[: blocks.tokens],
+            d_window,
+            None,
+            d_entries.to(entries.dtype),
+            None,
+            d_sink.to(sink.dtype),
+            None,
+            None,
+        )
 
 
 class _Inputs:
@@ -182,14 +206,18 @@ class _Inputs:
         return self.q[start * size : stop * size].view(stop - start, -1, self.blocks.dim)
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Masked fp32 scores near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and [rows, K, D]."""
+        """Masked fp32 scores near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and
+        [rows, K, D].
+        """
         blocks = self.blocks
         rows = slice(start * blocks.size, stop * blocks.size)
         keys = blocks.key_spans(self.keys, start, stop)
         near = torch.bmm(self.q_block(start, stop), keys.transpose(1, 2)).float().mul_(self.scale)
         hidden = blocks.hidden(self.window_start, start, stop)
         near.view(stop - start, blocks.size, blocks.heads, -1).masked_fill_(hidden, float("-inf"))
-        chosen = self.entries.index_select(0, self.index[rows].flatten()).view(rows.stop - rows.start, self.index.shape[1], blocks.dim)
+        chosen = self.entries.index_select(0, self.index[rows].flatten()).view(
+            rows.stop - rows.start, self.index.shape[1], blocks.dim
+        )
         far = torch.bmm(self.q[rows], chosen.transpose(1, 2)).float().mul_(self.scale)
         far.masked_fill_(self.missing[rows].unsqueeze(1), float("-inf"))
         return near, far, keys, chosen

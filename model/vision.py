@@ -88,7 +88,9 @@ class VisionTower(nn.Module):
         sizes = [(int(h), int(w)) for h, w in grids.tolist()]
         counts = [h * w for h, w in sizes]
         if sum(counts) != pixel_values.shape[0]:
-            raise ValueError(f"image_grid_hws {sizes} ask for {sum(counts)} patches, pixel_values has {pixel_values.shape[0]}")
+            raise ValueError(
+                f"image_grid_hws {sizes} ask for {sum(counts)} patches, pixel_values has {pixel_values.shape[0]}"
+            )
         patches = self.patch_embed(pixel_values).split(counts)
         features: list[Tensor] = [patches[0]] * len(sizes)
         for size in dict.fromkeys(sizes):
@@ -132,7 +134,9 @@ def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _unshuffle(x: Tensor, size: tuple[int, int], s: int) -> Tensor:
-    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is filled up with zeros on the right and below."""
+    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is filled up with zeros on the right and
+    below.
+    """
     h, w = size
     grid = F.pad(x.unflatten(1, (h, w)).permute(0, 3, 1, 2), (0, -w % s, 0, -h % s))
     return F.pixel_unshuffle(grid, s).flatten(2).transpose(1, 2)
