@@ -18,7 +18,6 @@ from data.loader import (
     TrainLoader,
     ValidationLoader,
     Window,
-    Windows,
     random_stream,
 )
 from data.packing import pack
@@ -55,9 +54,10 @@ def build_loaders(
     train_source, validation_source = open_sources(cfg)
 
     encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False)
-    windows = _train_windows(cfg, train_source, encoder, seed if cfg.shuffle else None)
+    source_id = train_source.identity(content=not cfg.streaming)
+    windows = _train_windows(cfg, train_source, source_id, encoder, seed if cfg.shuffle else None)
     fingerprint = {
-        "data": train_source.identity(content=not cfg.streaming),
+        "data": source_id,
         "tokenizer": identity(tokenizer),
         "on_error": cfg.on_error,
         "streaming": cfg.streaming,
@@ -104,18 +104,20 @@ def _argument_problems(
     return [message for ok, message in checks if not ok]
 
 
-def _train_windows(cfg: DataConfig, source: Source, encoder: Encoder, seed: int | None) -> Windows:
+def _train_windows(
+    cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None
+) -> StoredWindows | StreamedWindows:
     if cfg.streaming:
         return StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.window_tokens, seed)
-    store = _store(cfg, source, encoder)
+    store = _store(cfg, source, source_id, encoder)
     if not len(store):
         raise DataError("train split", 0, "no documents", f"all skipped or held out: {store.skipped or 'none bad'}")
     return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
 
 
-def _store(cfg: DataConfig, source: Source, encoder: Encoder) -> TokenStore:
+def _store(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder) -> TokenStore:
     if cfg.source not in IMAGE_SOURCES:
-        return cached(source, encoder, cfg.on_error, cfg.cache_path)
+        return cached(source, source_id, encoder, cfg.on_error, cfg.cache_path)
     policy = Policy(cfg.on_error)
     return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
 
@@ -129,7 +131,7 @@ def _validation_loader(
         windows = StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.validation_rows * seq_len, None)
         window = windows.load(0, 0, None)
     else:
-        store = _store(cfg, source, encoder)
+        store = _store(cfg, source, source.identity(), encoder)
         window = Window(store, pack(store.lengths, seq_len), None)
     if not len(window.rows):
         detail = f"all were skipped or held out: {window.store.skipped or 'none bad'}; raise data.validation_share"

@@ -10,19 +10,34 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from data.errors import DataError
+
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a cache entry: of several processes that need it, one makes it and the rest find it made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(path.name + ".lock")):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(path.name + ".lock"))
+        lock.acquire()
+    except OSError as error:
+        raise DataError(
+            str(path.parent), 0, "cannot write the cache", f"{error.strerror}; set data.cache_dir"
+        ) from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure.
+
+    To be called under the lock of `path`: the temporary name is always the same, so that a killed process leaves at most
+    one such file behind, which the next one overwrites.
+    """
+    temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -33,7 +48,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """The same for a folder, which must not exist yet."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

@@ -18,8 +18,9 @@ class DataConfig:
     Attributes:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document a file),
             `jsonl`, `parquet`, `hub` (a dataset id or local dataset folder, read with `datasets`), `image_text` (JSONL
-            records whose `field` is a list of text and image parts) or `digits` (scikit-learn's digits and their names).
-        paths: files, folders or glob patterns; for `hub` one id or folder; empty for `stdlib` and `digits`.
+            records whose `field` is a list of text and image parts) or `digits` (scikit-learn's, with their names).
+        paths: files, folders (hidden files inside them are left out) or glob patterns; for `hub` one id or folder;
+            empty for `stdlib` and `digits`.
         validation_paths: held-out files; when empty, a stable hash holds out `validation_share`: whole files for
             `stdlib` and `text`, single records (by content, so that copies stay on one side) for the others.
         field: the column that holds the text (`image_text`: the list of parts).

@@ -22,15 +22,25 @@ class DataError(ValueError):
 
 
 class Policy:
-    """What happens to bad input: `stop` raises it, `skip` counts it by reason and logs its first occurrence."""
+    """What happens to bad input: `stop` raises it, `skip` counts it by reason and logs its first occurrence.
+
+    Input that is odd but readable, as a byte order mark, is repaired under either policy, counted and logged likewise.
+    """
 
     def __init__(self, on_error: str):
         self.stop = on_error == "stop"
         self.skipped: Counter[str] = Counter()
+        self.repaired: Counter[str] = Counter()
 
     def report(self, error: DataError) -> None:
         if self.stop:
             raise error
-        if not self.skipped[error.reason]:
-            log.warning("skipped %s (further records with this defect are only counted)", error)
-        self.skipped[error.reason] += 1
+        self._count(self.skipped, "skipped", error)
+
+    def repair(self, error: DataError) -> None:
+        self._count(self.repaired, "repaired", error)
+
+    def _count(self, counter: Counter[str], action: str, error: DataError) -> None:
+        if not counter[error.reason]:
+            log.warning("%s %s (further cases of this are only counted)", action, error)
+        counter[error.reason] += 1

@@ -47,6 +47,7 @@ class Stats:
     padding: int = 0
     split_documents: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
 
     @property
     def padding_share(self) -> float:
@@ -57,7 +58,7 @@ class Stats:
         self.documents += len(store)
         self.tokens += int(store.offsets[-1])
         self.bytes += store.num_bytes
-        self.skipped = dict(store.skipped)
+        self.skipped, self.repaired = dict(store.skipped), dict(store.repaired)
 
     def add_rows(self, rows: Rows, seq_len: int) -> None:
         self.rows += len(rows)
@@ -66,10 +67,11 @@ class Stats:
         self.split_documents += int((np.unique(rows.document, return_counts=True)[1] > 1).sum())
 
     def __str__(self) -> str:
-        skipped = ", ".join(f"{count} x {reason}" for reason, count in sorted(self.skipped.items())) or "none"
+        counts = [f"skipped {n} x {reason}" for reason, n in sorted(self.skipped.items())]
+        counts += [f"repaired {n} x {reason}" for reason, n in sorted(self.repaired.items())]
         return (
             f"documents {self.documents} tokens {self.tokens} bytes {self.bytes} rows {self.rows} "
-            f"padding {self.padding_share:.1e} split {self.split_documents} skipped {skipped}"
+            f"padding {self.padding_share:.1e} split {self.split_documents} {', '.join(counts) or 'skipped none'}"
         )
 
 

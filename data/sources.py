@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
-import itertools
 import json
 import os
 import sysconfig
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.config import DataConfig
-from data.errors import DataError, Policy, log
+from data.errors import DataError, Policy
 
 SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py"),
@@ -94,27 +93,24 @@ class Source(Protocol):
 def open_sources(cfg: DataConfig) -> tuple[Source, Source]:
     """The train and validation sources of a configuration.
 
-    Raises `DataError` for a path that matches nothing, a data set that cannot be opened or a split without documents.
+    Raises `DataError` for a path that matches nothing, a data set that cannot be opened or a split without files.
     """
     if cfg.source == "digits":
-        from data.digits import DigitSource  # scikit-learn is slow to import and needed by nobody else
+        from data.digits import DigitSource
 
         return DigitSource("train", cfg.validation_share), DigitSource("validation", cfg.validation_share)
     if cfg.source == "stdlib":
-        return _split_files(TextFiles, *_stdlib_files(), cfg.validation_share)
+        return _split_files(stdlib_files(), cfg.validation_share)
     if cfg.source == "hub":
         return _hub_sources(cfg)
-    files, root = find_files(cfg.paths, SUFFIXES[cfg.source])
+    suffixes = SUFFIXES[cfg.source]
+    files = find_files(cfg.paths, suffixes)
+    held_out = find_files(cfg.validation_paths, suffixes) if cfg.validation_paths else None
     if cfg.source == "text":
-        if cfg.validation_paths:
-            held_out, held_out_root = find_files(cfg.validation_paths, SUFFIXES["text"])
-            return TextFiles(files, root), TextFiles(held_out, held_out_root)
-        return _split_files(TextFiles, files, root, cfg.validation_share)
+        return (TextFiles(files), TextFiles(held_out)) if held_out else _split_files(files, cfg.validation_share)
     reader = {"jsonl": JsonLines, "parquet": Parquet, "image_text": ImageTextLines}[cfg.source]
-    source = reader(files, root, cfg.field)
-    if cfg.validation_paths:
-        return source, reader(*find_files(cfg.validation_paths, SUFFIXES[cfg.source]), cfg.field)
-    return HashSplit(source, cfg.validation_share, False), HashSplit(source, cfg.validation_share, True)
+    source = reader(files, cfg.field)
+    return (source, reader(held_out, cfg.field)) if held_out else _split_records(source, cfg.validation_share)
 
 
 def hash_share(key: bytes) -> float:
@@ -122,95 +118,112 @@ def hash_share(key: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
-def find_files(paths: list[str], suffixes: tuple[str, ...]) -> tuple[list[Path], Path]:
-    """Every file that the paths name, sorted and without repeats, and the folder their names are relative to.
+@dataclass(frozen=True, order=True, slots=True)
+class File:
+    """A file, and its name below the folder that a configuration names: what stays when the folder moves."""
 
-    A folder contributes its files with one of `suffixes`, at any depth; a file or a glob pattern is taken as it is.
+    path: Path
+    name: str
+
+
+def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
+    """Every file that the paths name, sorted and without repeats.
+
+    A folder contributes its files with one of `suffixes` at any depth, without hidden ones; a file or the matches of a
+    glob pattern are taken as they are. Raises `DataError` for a path that gives no file.
     """
-    found: set[Path] = set()
+    found: dict[Path, File] = {}
     for entry in paths:
         path = Path(entry).expanduser()
         if path.is_dir():
-            matches = [p for p in path.rglob("*") if p.suffix in suffixes and p.is_file()]
+            matches = sorted(p for p in _walk(path, lambda name: name.startswith(".")) if p.suffix in suffixes)
             missing = f"the folder holds no {' or '.join(suffixes)} file"
-        elif path.exists():
-            matches, missing = [path], ""
         else:
-            matches = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+            matches = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+            matches = [p for p in matches if p.is_file()]
             missing = "there is no such file, folder or match"
         if not matches:
-            raise DataError(entry, 0, "missing file", f"{missing}; check data.paths")
-        found.update(p.resolve() for p in matches)
-    files = sorted(found)
-    root = Path(*_common_parts([f.parent.parts for f in files]))
-    return files, root
+            raise DataError(entry, 0, "missing file", f"{missing}; check the paths of data")
+        for match in matches:
+            name = match.relative_to(path).as_posix() if path.is_dir() else match.name
+            found.setdefault(match.resolve(), File(match, name))
+    return sorted(found.values())
 
 
-def _common_parts(paths: list[tuple[str, ...]]) -> list[str]:
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    return [names[0] for names in same]
-
-
-def _stdlib_files() -> tuple[list[Path], Path]:
-    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    files = []
+def _walk(root: Path, excluded: Callable[[str], bool]) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if _in_corpus(name)]
-        files += [Path(folder, name) for name in names if name.endswith(".py") and _in_corpus(name)]
-    files = sorted(path for path in files if path.stat().st_size)  # packages have empty __init__.py files
-    if not files:
+        folders[:] = [name for name in folders if not excluded(name)]
+        yield from (Path(folder, name) for name in names if not excluded(name))
+
+
+def stdlib_files() -> list[File]:
+    """The .py files of the running Python's standard library that make up the default corpus."""
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    paths = [
+        p for p in _walk(root, _not_in_corpus) if p.suffix == ".py" and p.stat().st_size
+    ]  # __init__.py can be empty
+    if not paths:
         raise DataError(str(root), 0, "missing file", "this Python has no standard library on disk; set data.source")
-    return files, root
+    return sorted(File(path, path.relative_to(root).as_posix()) for path in paths)
 
 
-def _in_corpus(name: str) -> bool:
-    return name not in STDLIB_EXCLUDED and not name.startswith(STDLIB_EXCLUDED_PREFIXES)
+def _not_in_corpus(name: str) -> bool:
+    return name in STDLIB_EXCLUDED or name.startswith(STDLIB_EXCLUDED_PREFIXES)
 
 
-def _split_files(reader: type, files: list[Path], root: Path, share: float) -> tuple[Source, Source]:
-    """Split whole files by a hash of their name below `root`, so that a file keeps its side whatever its neighbours."""
-    held_out = [f for f in files if hash_share(f.relative_to(root).as_posix().encode()) < share]
-    kept = [f for f in files if f not in set(held_out)]
-    for name, part in (("train", kept), ("validation", held_out)):
+def _split_files(files: list[File], share: float) -> tuple[Source, Source]:
+    """Split whole files by a hash of their names, so that a file keeps its side whatever its neighbours."""
+    held_out = [file for file in files if hash_share(file.name.encode()) < share]
+    kept = [file for file in files if hash_share(file.name.encode()) >= share]
+    for split, part in (("train", kept), ("validation", held_out)):
         if not part:
-            detail = f"{len(files)} files and validation_share {share} leave none; set validation_paths"
-            raise DataError(str(root), 0, f"empty {name} split", detail)
-    return reader(kept, root), reader(held_out, root)
+            detail = f"{len(files)} files at validation_share {share} leave none; set data.validation_paths"
+            raise DataError(str(files[0].path.parent), 0, f"no {split} files", detail)
+    return TextFiles(kept), TextFiles(held_out)
 
 
-def decode(data: bytes, file: str, first_line: int = 1) -> str:
-    """UTF-8 bytes to text; `DataError` with the line of the first bad byte. A byte order mark is no text: removed."""
-    if first_line == 1:
+def _split_records(source: Source, share: float) -> tuple[Source, Source]:
+    return HashSplit(source, share, False), HashSplit(source, share, True)
+
+
+def decode(data: bytes, file: str, policy: Policy, line: int = 1) -> str:
+    """The text of UTF-8 bytes that begin at `line` of a file; a UTF-8 byte order mark is removed.
+
+    Raises `DataError` with the line of the first byte that is wrong.
+    """
+    if line == 1:
         for name, mark in FOREIGN_MARKS:
             if data.startswith(mark):
                 raise DataError(file, 1, f"{name} byte order mark", "convert the file to UTF-8")
         if data.startswith(codecs.BOM_UTF8):
-            log.info("%s:1: removed a UTF-8 byte order mark", file)
+            policy.repair(DataError(file, 1, "UTF-8 byte order mark", "it is no part of the text"))
             data = data[len(codecs.BOM_UTF8) :]
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
+        line += data.count(b"\n", 0, error.start)
         raise DataError(file, line, "invalid UTF-8", f"byte 0x{data[error.start]:02x}") from None
 
 
 class _Files:
     """What the file-based sources share: names, identity and turning operating-system errors into `DataError`."""
 
-    def __init__(self, files: list[Path], root: Path):
-        self.files, self.root = files, root
+    field = ""
+
+    def __init__(self, files: list[File]):
+        self.files = files
 
     def identity(self, content: bool = True) -> str:
-        """Hash of the kind of source, of each file's name below the root, and of its content or size."""
-        digest = hashlib.blake2b(f"{type(self).__name__} {getattr(self, 'field', '')}".encode(), digest_size=16)
-        for path in self.files:
-            digest.update(path.relative_to(self.root).as_posix().encode() + b"\0")
+        """Hash of the kind of source, of each file's name, and of its content or size."""
+        digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
+        for file in self.files:
+            digest.update(file.name.encode() + b"\0")
             try:
                 if not content:
-                    digest.update(path.stat().st_size.to_bytes(8, "big"))
+                    digest.update(file.path.stat().st_size.to_bytes(8, "big"))
                     continue
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "blake2b").digest())
+                with file.path.open("rb") as opened:
+                    digest.update(hashlib.file_digest(opened, "blake2b").digest())
             except OSError as error:
                 digest.update(str(error.errno).encode())  # read() reports it under the policy
         return digest.hexdigest()
@@ -224,9 +237,9 @@ class TextFiles(_Files):
 
     def read(self, policy: Policy, position: Position = None) -> Reading:
         for index in range(position or 0, len(self.files)):
-            path = self.files[index]
+            path = self.files[index].path
             try:
-                text = decode(path.read_bytes(), str(path))
+                text = decode(path.read_bytes(), str(path), policy)
                 if not text.strip():
                     raise DataError(str(path), 0, "empty file")
             except OSError as error:
@@ -240,15 +253,15 @@ class TextFiles(_Files):
 class JsonLines(_Files):
     """One JSON object a line. Lines end at \\n alone: U+2028 and its kin are ordinary characters in JSON strings."""
 
-    def __init__(self, files: list[Path], root: Path, field: str):
-        super().__init__(files, root)
+    def __init__(self, files: list[File], field: str):
+        super().__init__(files)
         self.field = field
 
     def read(self, policy: Policy, position: Position = None) -> Reading:
         """Positions are [file, byte offset of the next line, number of lines before it]."""
         first, offset, line = position or (0, 0, 0)
         for index in range(first, len(self.files)):
-            path = self.files[index]
+            path = self.files[index].path
             try:
                 with path.open("rb") as file:
                     file.seek(offset)
@@ -257,7 +270,7 @@ class JsonLines(_Files):
                     for raw in file:
                         offset, line = offset + len(raw), line + 1
                         try:
-                            document = self._document(raw, path, line)
+                            document = self._document(raw, path, line, policy)
                         except DataError as error:
                             policy.report(error)
                         else:
@@ -266,8 +279,8 @@ class JsonLines(_Files):
                 policy.report(self._unreadable(path, error))
             offset = line = 0
 
-    def _document(self, raw: bytes, path: Path, line: int) -> Document:
-        text = decode(raw, str(path), line).strip("\r\n")
+    def _document(self, raw: bytes, path: Path, line: int, policy: Policy) -> Document:
+        text = decode(raw, str(path), policy, line).strip("\r\n")
         if not text.strip():
             raise DataError(str(path), line, "blank line")
         try:
@@ -309,8 +322,8 @@ class ImageTextLines(JsonLines):
 class Parquet(_Files):
     """One document a row; only the named column is read."""
 
-    def __init__(self, files: list[Path], root: Path, field: str):
-        super().__init__(files, root)
+    def __init__(self, files: list[File], field: str):
+        super().__init__(files)
         self.field = field
 
     def read(self, policy: Policy, position: Position = None) -> Reading:
@@ -320,7 +333,7 @@ class Parquet(_Files):
 
         first, start = position or (0, 0)
         for index in range(first, len(self.files)):
-            path = self.files[index]
+            path = self.files[index].path
             try:
                 with pyarrow.parquet.ParquetFile(path) as file:
                     if self.field not in file.schema_arrow.names:
@@ -329,7 +342,10 @@ class Parquet(_Files):
                         raise DataError(str(path), 0, "empty file")
                     for row, value in self._rows(file, start):
                         try:
-                            text = text_of({self.field: value}, self.field, str(path), row + 1)
+                            text = text_of({self.field: value.as_py()}, self.field, str(path), row + 1)
+                        except UnicodeDecodeError as error:  # Parquet does not check what it stores as text
+                            detail = f"byte 0x{error.object[error.start]:02x}"
+                            policy.report(DataError(str(path), row + 1, "invalid UTF-8", detail))
                         except DataError as error:
                             policy.report(error)
                         else:
@@ -352,15 +368,8 @@ class Parquet(_Files):
             for batch in file.iter_batches(PARQUET_BATCH, row_groups=[group], columns=[self.field]):
                 for value in batch.column(0):
                     if row >= start:
-                        yield row, _parquet_value(value)
+                        yield row, value
                     row += 1
-
-
-def _parquet_value(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return value.as_buffer().to_pybytes()  # text_of names the defect
 
 
 class HubDataset:
@@ -428,7 +437,7 @@ def _hub_sources(cfg: DataConfig) -> tuple[Source, Source]:
     source = load(cfg.hub_split)
     if cfg.hub_validation_split:
         return source, load(cfg.hub_validation_split)
-    return HashSplit(source, cfg.validation_share, False), HashSplit(source, cfg.validation_share, True)
+    return _split_records(source, cfg.validation_share)
 
 
 class HashSplit:
@@ -457,8 +466,6 @@ def value_of(record: Any, field: str, file: str, line: int) -> Any:
 def text_of(record: Any, field: str, file: str, line: int) -> str:
     """The text of a record, or a `DataError` that says why there is none."""
     value = value_of(record, field, file, line)
-    if isinstance(value, bytes):
-        return decode(value, file, line)
     if not isinstance(value, str):
         raise DataError(file, line, "field is no string", f"{field} is {_kind(value)}")
     if not value.strip():

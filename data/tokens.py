@@ -19,7 +19,7 @@ from data.images import VisionSettings, plan_grid
 from data.sources import Document, Picture, Source
 from data.tokenizer import identity, special_ids
 
-VERSION = 1  # raise when the layout of the cache or the tokens of a document change
+VERSION = 2  # raise when the layout of the cache or the tokens of a document change
 BATCH = 128  # documents handed to the tokenizer at once
 
 
@@ -39,6 +39,7 @@ class TokenStore:
     byte_counts: np.ndarray | None
     num_bytes: int
     skipped: dict[str, int] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
     pictures: dict[int, list[Picture]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -135,6 +136,7 @@ def collect(encoded: Iterable[Encoded], policy: Policy) -> TokenStore:
         byte_counts=np.concatenate([e.byte_counts for e in items]) if counted else None,
         num_bytes=sum(len(e.document.text.encode()) for e in items),
         skipped=dict(policy.skipped),
+        repaired=dict(policy.repaired),
         pictures={i: p for i, e in enumerate(items) if (p := _pictures(e.document))},
     )
 
@@ -143,12 +145,14 @@ def _pictures(document: Document) -> list[Picture]:
     return [part for part in document.parts if isinstance(part, Picture)]
 
 
-def cached(source: Source, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
+def cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
     """The store of a text source: memory-mapped from the cache, tokenised into it first if it is not there.
+
+    source_id: the source's identity, which takes a pass over its files.
 
     Raises `DataError` under policy `stop`; then nothing is left in the cache.
     """
-    known = f"{VERSION} {source.identity()} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
+    known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
     with locked(path):
         if not path.exists():
@@ -162,6 +166,7 @@ def cached(source: Source, encoder: Encoder, on_error: str, folder: Path) -> Tok
         byte_counts=_map(path / "byte_counts.bin", np.uint32) if encoder.count_bytes else None,
         num_bytes=meta["bytes"],
         skipped=meta["skipped"],
+        repaired=meta["repaired"],
     )
 
 
@@ -176,7 +181,7 @@ def _write(source: Source, encoder: Encoder, policy: Policy, folder: Path) -> No
             lengths.append(len(encoded.ids))
             num_bytes += len(encoded.document.text.encode())
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    meta = {"bytes": num_bytes, "skipped": dict(policy.skipped)}
+    meta = {"bytes": num_bytes, "skipped": dict(policy.skipped), "repaired": dict(policy.repaired)}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
