@@ -152,7 +152,7 @@ def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
         if not math.isfinite(value):
             raise NonFiniteError(
                 f"the {name} is {value} at step {step}; the update was not applied, the last checkpoint stands. Lower "
-                "optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run the command again"
+                "optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run it again"
             )
 
 

@@ -121,7 +121,7 @@ class Bomb:
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = save(tmp_path)
-    (folder / "training.pt").write_bytes(pickle.dumps({"optimizer": Bomb()}))
+    (folder / "training.pt").write_bytes(pickle.dumps({"optimizer": Bomb()}, protocol=2))
     with pytest.raises(CheckpointError, match="training.pt cannot be read"):
         load(folder)
     torch.save({"optimizer": Bomb(), "random": {}}, folder / "training.pt")

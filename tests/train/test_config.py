@@ -36,7 +36,7 @@ def test_no_shipped_number_is_read_as_text() -> None:
     """YAML reads 1e-20 as a string; it must be written 1.0e-20."""
     for path in CONF_DIR.rglob("*.yaml"):
         for key, value in flatten(OmegaConf.to_container(OmegaConf.load(path))):
-            assert not (isinstance(value, str) and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value)), (
+            assert not (isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d._]*(e[-+]?\d+)?", value)), (
                 f"{path}: {key} = {value!r}"
             )
 
