@@ -34,8 +34,8 @@ def locked(path: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure.
 
-    To be called under the lock of `path`: the temporary name is always the same, so that a killed process leaves at most
-    one such file behind, which the next one overwrites.
+    To be called under the lock of `path`: the temporary name is always the same, so that a killed process leaves at
+    most one such file behind, which the next one overwrites.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

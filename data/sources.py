@@ -8,6 +8,7 @@ nothing outside their source.
 from __future__ import annotations
 
 import codecs
+import copy
 import glob
 import hashlib
 import json
@@ -386,11 +387,12 @@ class HubDataset:
         row = position["row"] if position else 0
         dataset = self.dataset
         if self.streaming:
-            # load_state_dict leaves its mark on the data set, so a fresh pass must begin from a fresh state.
-            dataset = dataset.take(2**62)
+            dataset = copy.deepcopy(dataset)  # its position is part of it, and passes must not share one
             if position:
                 dataset.load_state_dict(position["state"])
-        elif row:
+        elif row >= len(dataset):
+            return
+        else:
             dataset = dataset.skip(row)
         records = iter(dataset)
         while True:

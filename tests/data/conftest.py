@@ -1,0 +1,41 @@
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is a broken test
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import itertools  # noqa: E402
+
+import pytest  # noqa: E402
+
+from data import DataConfig, build_loaders, load_tokenizer  # noqa: E402
+from data.errors import Policy  # noqa: E402
+from data.sources import TextFiles, stdlib_files  # noqa: E402
+from data.tokenizer import _guarded, train  # noqa: E402
+
+VISION = {"patch_size": 4, "downsample_ratio": 2, "min_pixels": 256, "max_image_tokens": 40, "max_wh_ratio": None}
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """Forty real documents of 1 to 20 kB."""
+    files = [f for f in stdlib_files() if 1_000 < f.path.stat().st_size < 20_000]
+    return [document.text for document, _ in itertools.islice(TextFiles(files).read(Policy("stop")), 40)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts):
+    """A trained tokenizer of 600 entries: small, but with every property of the default one."""
+    return _guarded(train(iter(texts), 600), "test")
+
+
+@pytest.fixture(scope="session")
+def default(tmp_path_factory):
+    """Configuration, tokenizer and loaders of the default source at a row length of 1,024."""
+    cfg = DataConfig(cache_dir=str(tmp_path_factory.mktemp("cache")))
+    tokenizer = load_tokenizer(cfg)
+    return cfg, tokenizer, *build_loaders(cfg, tokenizer, seq_len=1024, batch_size=4)
+
+
+@pytest.fixture
+def policy():
+    return Policy("stop")

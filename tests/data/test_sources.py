@@ -1,0 +1,267 @@
+import codecs
+import json
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data import DataConfig, DataError
+from data.errors import Policy
+from data.sources import HashSplit, JsonLines, Parquet, TextFiles, find_files, open_sources
+
+
+def jsonl(path, *lines):
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return JsonLines(find_files([str(path)], (".jsonl",)), "text")
+
+
+def texts(source, policy=None, position=None):
+    return [document.text for document, _ in source.read(policy or Policy("stop"), position)]
+
+
+def refused(source):
+    with pytest.raises(DataError) as caught:
+        texts(source)
+    return caught.value
+
+
+# Default source
+
+
+def test_the_standard_library_is_split_by_file_without_tests_or_other_packages():
+    train, validation = open_sources(DataConfig())
+    names = {file.name for file in train.files}, {file.name for file in validation.files}
+    assert len(names[0]) > 300 and len(names[1]) > 15
+    assert not names[0] & names[1]
+    assert {"argparse.py", "json/decoder.py"} <= names[0] | names[1]
+    folders = {part for name in names[0] | names[1] for part in name.split("/")[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "encodings", "__pycache__"}
+    assert [f.name for f in open_sources(DataConfig())[0].files] == [f.name for f in train.files]
+
+
+def test_a_file_keeps_its_side_whatever_its_neighbours(tmp_path):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text("some text")
+    cfg = DataConfig(source="text", paths=[str(tmp_path)], validation_share=0.3)
+    before = {file.name for file in open_sources(cfg)[1].files}
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "more.txt").write_text("more text")
+    after = {file.name for file in open_sources(cfg)[1].files} - {"deeper/more.txt"}
+    assert after == before and 5 < len(before) < 35
+
+
+# Paths
+
+
+def test_a_folder_gives_its_files_once_in_order_without_hidden_ones(tmp_path):
+    for name in ("b.txt", "a.txt", "c.bin", ".hidden.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "d.txt").write_text("x")
+    found = find_files([str(tmp_path), str(tmp_path / "a.txt"), str(tmp_path / "*.txt")], (".txt",))
+    assert [file.name for file in found] == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "empty"])
+def test_a_path_that_gives_no_file_is_named(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=name.replace("*", r"\*")) as caught:
+        find_files([str(tmp_path / name)], (".txt",))
+    assert caught.value.reason == "missing file"
+
+
+# Text files
+
+
+def test_bad_text_files_are_refused_with_file_line_and_reason(tmp_path):
+    cases = {
+        "utf8.txt": (b"fine\nbad \xff byte\n", 2, "invalid UTF-8"),
+        "cut.txt": ("a\nb\né".encode()[:-1], 3, "invalid UTF-8"),
+        "empty.txt": (b"", 0, "empty file"),
+        "blank.txt": (b" \n\t\n", 0, "empty file"),
+        "utf16.txt": ("text".encode("utf-16"), 1, "UTF-16 byte order mark"),
+        "utf32.txt": ("text".encode("utf-32"), 1, "UTF-32 byte order mark"),
+    }
+    for name, (data, line, reason) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        error = refused(TextFiles(find_files([str(tmp_path / name)], (".txt",))))
+        assert (error.file, error.line, error.reason) == (str(tmp_path / name), line, reason)
+        assert "\n" not in str(error) and name in str(error)
+
+
+def test_skip_counts_by_reason_and_goes_on(tmp_path, caplog):
+    for name, data in {"1.txt": b"", "2.txt": b"\xff", "3.txt": b"kept", "4.txt": b"", "5.txt": b"kept too"}.items():
+        (tmp_path / name).write_bytes(data)
+    policy = Policy("skip")
+    assert texts(TextFiles(find_files([str(tmp_path)], (".txt",))), policy) == ["kept", "kept too"]
+    assert policy.skipped == {"empty file": 2, "invalid UTF-8": 1}
+    assert sum("1.txt" in message or "4.txt" in message for message in caplog.messages) == 1
+
+
+def test_a_utf8_byte_order_mark_is_repaired_and_named(tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "text\ufeff".encode())
+    policy = Policy("stop")
+    assert texts(TextFiles(find_files([str(tmp_path)], (".txt",))), policy) == ["text\ufeff"]
+    assert policy.repaired == {"UTF-8 byte order mark": 1} and "a.txt:1: UTF-8 byte order mark" in caplog.text
+
+
+def test_a_file_that_vanishes_is_an_unreadable_file(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    source = TextFiles(find_files([str(tmp_path)], (".txt",)))
+    (tmp_path / "a.txt").unlink()
+    assert refused(source).reason == "unreadable file"
+
+
+def test_identity_follows_the_content(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    source = TextFiles(find_files([str(tmp_path)], (".txt",)))
+    before = source.identity()
+    path.write_text("two")
+    assert source.identity() != before and source.identity(content=False) == source.identity(content=False)
+    path.write_text("one")
+    assert source.identity() == before
+
+
+# JSONL
+
+
+def test_unicode_line_separators_do_not_end_a_json_line(tmp_path):
+    odd = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    raw = json.dumps({"text": "raw \u2028 \u2029 \x85"}, ensure_ascii=False).encode()
+    source = jsonl(tmp_path / "a.jsonl", {"text": odd}, raw, b'{"text": "windows"}\r')
+    assert texts(source) == [odd, "raw \u2028 \u2029 \x85", "windows"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (b"[1]", "record is no object"),
+        (b'"text"', "record is no object"),
+        (b"null", "record is no object"),
+        (b'{"body": "x"}', "wrong field"),
+        (b'{"text": 3}', "field is no string"),
+        (b'{"text": null}', "field is no string"),
+        (b'{"text": ["x"]}', "field is no string"),
+        (b'{"text": " "}', "empty text"),
+        (b'{"text": "x"', "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b'{"text": "\\ud800"}', "invalid Unicode"),
+        (b"", "blank line"),
+    ],
+)
+def test_bad_json_records_are_refused_or_skipped(tmp_path, record, reason):
+    source = jsonl(tmp_path / "a.jsonl", {"text": "one"}, record, {"text": "three"})
+    error = refused(source)
+    assert (error.file, error.line, error.reason) == (str(tmp_path / "a.jsonl"), 2, reason)
+    policy = Policy("skip")
+    assert texts(source, policy) == ["one", "three"] and policy.skipped == {reason: 1}
+
+
+def test_a_wrong_field_lists_the_fields_there_are(tmp_path):
+    assert "'body', 'id'" in str(refused(jsonl(tmp_path / "a.jsonl", {"body": "x", "id": 1})))
+
+
+def test_reading_continues_at_a_position_without_reading_what_came_before(tmp_path):
+    jsonl(tmp_path / "a.jsonl", *({"text": f"a{n}"} for n in range(5)))
+    jsonl(tmp_path / "b.jsonl", *({"text": f"b{n}"} for n in range(5)))
+    source = JsonLines(find_files([str(tmp_path)], (".jsonl",)), "text")
+    reading = source.read(Policy("stop"))
+    positions = [json.loads(json.dumps(after())) for _, after in reading]
+    expected = texts(source)
+    (tmp_path / "a.jsonl").write_bytes(b"\xff" * (tmp_path / "a.jsonl").stat().st_size)  # must not be looked at again
+    for done, position in list(enumerate(positions, 1))[4:]:
+        assert texts(source, position=position) == expected[done:]
+    error_line = next(iter(source.read(Policy("stop"), positions[6])))[0].line
+    assert error_line == 3
+
+
+# Parquet
+
+
+def write_parquet(path, values, kind=None, **options):
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, kind)}), path, **options)
+    return Parquet(find_files([str(path)], (".parquet",)), "text")
+
+
+def test_parquet_rows_become_documents_from_any_position(tmp_path):
+    source = write_parquet(tmp_path / "a.parquet", [f"row {n}" for n in range(10)], row_group_size=3)
+    pairs = [(document, after()) for document, after in source.read(Policy("stop"))]
+    assert [(d.text, d.line) for d, _ in pairs] == [(f"row {n}", n + 1) for n in range(10)]
+    for done, (_, position) in enumerate(pairs, 1):
+        assert texts(source, position=position) == [f"row {n}" for n in range(done, 10)]
+
+
+def test_bad_parquet_is_refused_with_file_row_and_reason(tmp_path):
+    bad = write_parquet(tmp_path / "null.parquet", ["a", None])
+    assert (refused(bad).line, refused(bad).reason) == (2, "field is no string")
+    invalid = pyarrow.array([b"ok", b"bad \xff"], pyarrow.binary()).view(pyarrow.string())
+    bad = write_parquet(tmp_path / "utf8.parquet", invalid)
+    assert (refused(bad).line, refused(bad).reason) == (2, "invalid UTF-8")
+    assert refused(write_parquet(tmp_path / "number.parquet", [1, 2])).reason == "field is no string"
+    bad.field = "body"
+    assert refused(bad).reason == "wrong field" and "'text'" in str(refused(bad))
+    (tmp_path / "junk.parquet").write_bytes(b"PAR1 no parquet at all")
+    junk = Parquet(find_files([str(tmp_path / "junk.parquet")], (".parquet",)), "text")
+    assert refused(junk).reason == "invalid Parquet"
+
+
+# `datasets`
+
+
+@pytest.fixture
+def dataset_folder(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for part in "ab":
+        jsonl(folder / f"{part}.jsonl", *({"text": f"{part}{n}", "n": n} for n in range(25)))
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_local_dataset_folder_reads_and_resumes_exactly(dataset_folder, streaming, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    cfg = DataConfig(source="hub", paths=[dataset_folder], streaming=streaming, validation_rows=1, validation_share=0.2)
+    train, validation = open_sources(cfg)
+    expected = texts(train)
+    assert Counter(expected + texts(validation)) == Counter(f"{part}{n}" for part in "ab" for n in range(25))
+    assert texts(train) == expected  # a second pass starts at the beginning
+    positions = [json.loads(json.dumps(after())) for _, after in train.read(Policy("stop"))]
+    for done in (1, 17, 30, len(expected)):
+        assert texts(train, position=positions[done - 1]) == expected[done:]
+    assert texts(train) == expected
+    mixed = list(zip(train.read(Policy("stop")), train.read(Policy("stop"), positions[2]), strict=False))
+    assert [(a[0].text, b[0].text) for a, b in mixed] == list(zip(expected, expected[3:], strict=False))
+
+
+def test_a_saved_dataset_is_opened(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(str(tmp_path / "saved"))
+    cfg = DataConfig(source="hub", paths=[str(tmp_path / "saved")], field="body", validation_share=1e-9)
+    assert texts(open_sources(cfg)[0]) == ["one", "two"]
+    cfg.field = "text"
+    with pytest.raises(DataError, match="'body'"):
+        open_sources(cfg)
+
+
+def test_a_dataset_that_cannot_be_opened_is_one_line(tmp_path):
+    with pytest.raises(DataError) as caught:
+        open_sources(DataConfig(source="hub", paths=[str(tmp_path / "absent")]))
+    assert caught.value.reason == "cannot open data set" and "\n" not in str(caught.value)
+
+
+# Split by content
+
+
+def test_equal_records_fall_on_one_side_and_none_is_lost(tmp_path):
+    records = [{"text": f"text {n % 100}"} for n in range(300)]
+    source = jsonl(tmp_path / "a.jsonl", *records)
+    train, held_out = texts(HashSplit(source, 0.2, False)), texts(HashSplit(source, 0.2, True))
+    assert not set(train) & set(held_out)
+    assert Counter(train + held_out) == Counter(record["text"] for record in records)
+    assert 10 <= len(set(held_out)) <= 32
