@@ -31,9 +31,10 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 # stays below 3e-4.
 FP64_STEPS = 3
 
-# Elements gathered into one batch. Bounds the step's temporary memory (about six fp32 copies of a batch) without
-# limiting the gain from batching: a product of this size fills any GPU.
-BATCH_ELEMENTS = 1 << 27
+# Elements gathered into one batch. It bounds the step's temporary memory (about six fp32 copies of a batch). On GPU a
+# batch of this size fills the device; on CPU small matrices gain all there is from batching well before it outgrows the
+# cache, and large ones gain nothing.
+BATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -169,29 +170,29 @@ def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Itera
     """
     buckets: dict[tuple, list[_Piece]] = defaultdict(list)
     for index, (param, split) in enumerate(zip(params, blocks, strict=True)):
-        for piece in _pieces(index, param.shape, split):
+        for piece in _pieces(index, param.shape, split, BATCH_ELEMENTS[param.device.type]):
             m, n = sorted((piece.rows, piece.columns))
             buckets[param.device, m, n].append(piece)
-    for (_, m, n), pieces in buckets.items():
-        batch, room = [], BATCH_ELEMENTS
+    for (device, m, n), pieces in buckets.items():
+        batch, room = [], BATCH_ELEMENTS[device.type]
         for piece in pieces:
             elements = piece.count * m * n
             if batch and elements > room:
                 yield batch
-                batch, room = [], BATCH_ELEMENTS
+                batch, room = [], BATCH_ELEMENTS[device.type]
             batch.append(piece)
             room -= elements
         yield batch
 
 
-def _pieces(index: int, shape: Sequence[int], split: Blocks | None) -> Iterator[_Piece]:
-    """The logical matrices of one parameter, equal neighbours in one piece of at most BATCH_ELEMENTS."""
+def _pieces(index: int, shape: Sequence[int], split: Blocks | None, most: int) -> Iterator[_Piece]:
+    """The logical matrices of one parameter, equal neighbours together, up to `most` elements in a piece."""
     *stacked, rows, columns = shape
     spans = ((stacked[0], rows),) if stacked else split or ((1, rows),)
     start = 0
     for count, height in spans:
         stride = 1 if stacked else height
-        limit = max(1, BATCH_ELEMENTS // (height * columns))
+        limit = max(1, most // (height * columns))
         for first in range(0, count, limit):
             yield _Piece(index, start + first * stride, min(limit, count - first), height, columns)
         start += count * stride

@@ -161,7 +161,7 @@ def test_small_batches_give_the_same_step(monkeypatch):
     grads = [_random(shape, generator) for shape in shapes]
     other = [p.clone() for p in params]
     _step(params, grads, [torch.zeros_like(p) for p in params], blocks)
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 2 * 6 * 8)
+    monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", 2 * 6 * 8)
     sizes = [sum(piece.count for piece in batch) for batch in muon._batches(other, blocks)]
     assert max(sizes) == 2 and sum(sizes) == 5 + 2 + 1 + 1
     _step(other, grads, [torch.zeros_like(p) for p in other], blocks)
