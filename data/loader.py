@@ -26,10 +26,11 @@ from data.images import TEXT, VisionSettings, preprocess
 from data.packing import Rows, pack
 from data.sources import Picture, Position, Reading, Source
 from data.tokenizer import SpecialIds
-from data.tokens import BATCH, Encoded, Encoder, TokenStore, collect
+from data.tokens import Encoded, Encoder, TokenStore, collect
 
 Batch = dict[str, torch.Tensor]
 IGNORE = -100
+READ_AHEAD = 16  # documents of a stream tokenised at once: a window is longer than asked by less than so many
 
 
 @dataclass
@@ -138,7 +139,7 @@ class StreamedWindows:
             self._reading = self.source.read(self.policy, start)
         encoded: list[Encoded] = []
         total, after = 0, start
-        while total < self.window_tokens and (batch := list(itertools.islice(self._reading, BATCH))):
+        while total < self.window_tokens and (batch := list(itertools.islice(self._reading, READ_AHEAD))):
             after = batch[-1][1]()
             for item in self.encoder.encode([document for document, _ in batch], self.policy):
                 encoded.append(item)

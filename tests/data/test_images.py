@@ -1,0 +1,192 @@
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from data import DataConfig, DataError, build_loaders, special_ids
+from data.errors import Policy
+from data.images import END, IMAGE, NEWLINE, START, VisionSettings, plan_grid, preprocess
+from data.sources import ImageTextLines, find_files
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# The settings under which tests/golden/vision_pre/images.safetensors was made, and the step of its stored patches.
+CASES = {
+    "prod_120x90": (VisionSettings(), 8),
+    "tiny_26x18": (VisionSettings(4, 3, 1024, 512), 1),
+    "tiny_budget_200x50": (VisionSettings(4, 3, 24, 1), 1),
+    "tiny_ratio_90x12": (VisionSettings(4, 2, 1024, 1, max_wh_ratio=3), 1),
+}
+
+
+def test_every_grid_of_the_golden_tables_is_exact():
+    table = json.loads((GOLDEN / "vision_pre" / "grid_table.json").read_text())
+    assert len(table) == 150
+    for row in table:
+        vision = VisionSettings(
+            row["patch"], row["down"], row["max_image_tokens"], row["min_pixels"], row["max_wh_ratio"]
+        )
+        grid = plan_grid(row["width"], row["height"], vision)
+        assert [*grid.pixels, *grid.patches, *grid.tokens] == row["grid"], row
+        assert grid.num_tokens <= row["max_image_tokens"]
+    for row in json.loads((GOLDEN / "image_grid.json").read_text()):
+        grid = plan_grid(row["width"], row["height"], VisionSettings())
+        assert [*grid.pixels[::-1]] == row["resized"], row
+        assert [*grid.patches] == row["vit"] and [*grid.tokens] == row["llm"] and grid.num_tokens == row["tokens"], row
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_patches_and_token_types_equal_the_golden_ones(name):
+    golden = load_file(GOLDEN / "vision_pre" / "images.safetensors")
+    vision, step = CASES[name]
+    patches, grid = preprocess(Image.fromarray(golden[f"{name}.rgb"].numpy()), vision)
+    assert [*grid.pixels, *grid.patches, *grid.tokens] == golden[f"{name}.grid"].tolist()
+    assert patches.dtype == torch.float32 and patches.shape[0] == grid.patches[0] * grid.patches[1]
+    assert torch.equal(patches[::step].bfloat16(), golden[f"{name}.patches"])
+    assert grid.token_types().tolist() == golden[f"{name}.token_types"].tolist()
+
+
+def test_the_token_budget_holds_for_every_size():
+    for budget in (4, 5, 9, 40):
+        for ratio in (1, 2, 3):
+            vision = VisionSettings(4, ratio, budget, 64)
+            for width in (1, 2, 7, 30, 100, 999):
+                for height in (1, 3, 8, 31, 400):
+                    grid = plan_grid(width, height, vision)
+                    assert min(*grid.patches, *grid.tokens) >= 1
+                    assert grid.num_tokens == len(grid.token_types()) <= budget, (width, height, vision)
+
+
+def test_any_image_mode_becomes_rgb():
+    for mode in ("L", "P", "RGBA", "1", "CMYK", "I;16"):
+        patches, _ = preprocess(Image.new(mode, (20, 20)), VisionSettings(4, 2, 40, 64))
+        assert patches.shape[1:] == (3, 4, 4) and patches.isfinite().all()
+
+
+def test_settings_out_of_range_are_all_named():
+    with pytest.raises(ValueError) as caught:
+        VisionSettings.from_config({"patch_size": 0, "max_image_tokens": 3, "hidden_size": 8})
+    assert "patch_size=0" in str(caught.value) and "max_image_tokens=3" in str(caught.value)
+
+
+# Image + text records
+
+
+def record(*parts):
+    items = [{"type": "image", "image": p[1:]} if p.startswith("@") else {"type": "text", "text": p} for p in parts]
+    return json.dumps({"content": items}) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, size in {"a.png": (20, 12), "b.png": (9, 30), "c.png": (16, 16)}.items():
+        Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(tmp_path / name)
+    (tmp_path / "train.jsonl").write_text(
+        record("@a.png", "first") + record("before", "@b.png", "between", "@c.png", "after") + record("no image")
+    )
+    (tmp_path / "held.jsonl").write_text(record("@c.png", "held out é"))
+    return tmp_path
+
+
+def bomb(path):
+    """A PNG whose few bytes say that it has 20,000 x 20,000 pixels."""
+
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+
+
+def test_images_that_cannot_be_used_are_refused_by_name_before_training(folder):
+    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:-200])
+    (folder / "text.png").write_text("no image")
+    bomb(folder / "bomb.png")
+    reasons = {
+        "cut.png": "corrupt image",
+        "text.png": "unknown image format",
+        "bomb.png": "image is too large",
+        "absent.png": "missing image",
+        ".": "corrupt image",
+    }
+    for name, reason in reasons.items():
+        (folder / "bad.jsonl").write_text(record("fine") + record(f"@{name}", "text"))
+        source = ImageTextLines(find_files([str(folder / "bad.jsonl")], (".jsonl",)), "content")
+        with pytest.raises(DataError) as caught:
+            list(source.read(Policy("stop")))
+        error = caught.value
+        assert (error.file, error.line, error.reason) == (str(folder / "bad.jsonl"), 2, reason), name
+        assert name in str(error) and "\n" not in str(error)
+        policy = Policy("skip")
+        assert len(list(source.read(policy))) == 1 and policy.skipped == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("text", "field is no list of parts"),
+        ([], "field is no list of parts"),
+        (["text"], "part is neither text nor image"),
+        ([{"type": "video", "video": "a"}], "part is neither text nor image"),
+        ([{"type": "text", "image": "a"}], "part is neither text nor image"),
+    ],
+)
+def test_malformed_parts_are_refused(folder, content, reason):
+    (folder / "bad.jsonl").write_text(json.dumps({"content": content}))
+    source = ImageTextLines(find_files([str(folder / "bad.jsonl")], (".jsonl",)), "content")
+    with pytest.raises(DataError) as caught:
+        list(source.read(Policy("stop")))
+    assert caught.value.reason == reason and caught.value.line == 1
+
+
+def test_a_batch_carries_its_images_in_order(folder, tokenizer):
+    vision = VisionSettings(4, 2, 40, 64)
+    cfg = DataConfig(
+        source="image_text",
+        field="content",
+        paths=[str(folder / "train.jsonl")],
+        validation_paths=[str(folder / "held.jsonl")],
+        window_tokens=1000,
+    )
+    train, valid = build_loaders(cfg, tokenizer, seq_len=160, batch_size=2, vision=vars(vision))
+    special = special_ids(tokenizer)
+    batch = next(train)
+    types, ids, labels = batch["vision_token_types"], batch["input_ids"], batch["labels"]
+    assert torch.equal(types >= 0, ids == special.image)
+    assert (labels[types >= 0] == -100).all() and (labels != -100).any()
+    assert batch["pixel_values"].shape[0] == int(batch["image_grid_hws"].prod(1).sum())
+
+    files = {"a.png": "first", "b.png": "before", "c.png": "between"}  # each image and the text nearest to it
+    at = 0
+    images = [(row, start) for row in range(len(ids)) for start in np.flatnonzero(types[row] == START)]
+    assert len(images) >= 3
+    for (row, start), (h, w) in zip(images, batch["image_grid_hws"].tolist(), strict=True):
+        pixels = batch["pixel_values"][at : at + h * w]
+        at += h * w
+        matches = [name for name in files if _equals(preprocess(Image.open(folder / name), vision)[0], pixels)]
+        assert len(matches) == 1
+        span = types[row, start : start + 2 + -(-h // 2) * (-(-w // 2) + 1)].tolist()
+        assert span == [START, *([IMAGE] * -(-w // 2) + [NEWLINE]) * -(-h // 2), END]
+        text = files[matches[0]]
+        shown = tokenizer.encode(text, add_special_tokens=False).ids
+        near = ids[row, start + len(span) :] if text == "first" else ids[row, start - len(shown) :]
+        assert near[: len(shown)].tolist() == shown
+    assert valid.target_bytes == len("held out é".encode())
+    assert valid.target_tokens == int(sum((b["labels"] != -100).sum() for b in valid))
+
+
+def _equals(a, b):
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def test_a_document_whose_image_does_not_fit_a_row_is_refused(folder, tokenizer):
+    cfg = DataConfig(source="image_text", field="content", paths=[str(folder / "train.jsonl")], window_tokens=1000)
+    with pytest.raises(DataError, match="train.jsonl:2: image document longer than a row"):
+        build_loaders(cfg, tokenizer, seq_len=16, batch_size=1, vision=vars(VisionSettings(4, 2, 40, 64)))
