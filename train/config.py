@@ -43,7 +43,6 @@ class TaskConfig:
     micro_batch: Positive  # rows in one forward pass
     accumulation: Positive  # forward passes in one optimizer step
     eval_every: Positive  # optimizer steps between evaluations; first and last state are always evaluated
-    eval_batches: Positive  # held-out micro-batches in one evaluation
     sample_prompt: str  # continued once the run is complete
     sample_tokens: NonNegative
     sample_temperature: Rate  # 0 = greedy

@@ -132,7 +132,7 @@ def step_line(record: Mapping[str, Any]) -> str:
         f"mem={record['memory_gib']:.2f}GiB",
     ]
     if record["index_kl"]:
-        parts.append("index_kl=" + ",".join(f"{value:.3f}" for value in record["index_kl"]))
+        parts.append("index_kl=" + ",".join(f"{value:.1e}" for value in record["index_kl"]))
     for modality, load in record["expert_load"].items():
         parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
     return " ".join(parts)

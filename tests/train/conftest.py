@@ -64,7 +64,7 @@ def overrides(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[st
         "task.micro_batch=2",
         "task.accumulation=2",
         "task.eval_every=100",
-        "task.eval_batches=2",
+        "data.validation_rows=4",
         "task.sample_tokens=3",
         "optim.schedule.warmup_steps=2",
         "optim.schedule.constant_until_tokens=1000000",

@@ -41,7 +41,7 @@ def test_step_line_is_key_value_and_shows_the_worst_layer() -> None:
         "tok/s": "1234" if "1234" in line else "1235",
         "data_wait": "12.5%",
         "mem": "1.50GiB",
-        "index_kl": "0.250,0.500",
+        "index_kl": "2.5e-01,5.0e-01",
         "load_text": "2.00/1.750",
     }
 
