@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from model.config import ModelConfig
+from model import ModelConfig
 from optim import Rule
 
 WEIGHT_DECAY = 0.1

@@ -36,6 +36,26 @@ def test_fp32_follows_the_fp64_iteration_at_any_condition(shape, spectrum, condi
     assert error.norm() <= 1e-3 * exact.norm()
 
 
+def test_iteration_acts_on_singular_values_as_the_report_says():
+    """A diagonal matrix shows the scalar polynomials; the coefficients are written out here a second time."""
+    values = [1.0, 0.3, 1e-3, 2e-6]
+    norm = sum(value**2 for value in values) ** 0.5
+    expected = []
+    for value in values:
+        x = value / norm
+        for _ in range(8):
+            x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+        for _ in range(2):
+            x = 2 * x - 1.5 * x**3 + 0.5 * x**5
+        expected.append(x)
+    assert expected[3] < 0.5, "far below the norm a value is not yet raised to 1"
+    result = orthogonalize(torch.diag(torch.tensor(values)))
+    torch.testing.assert_close(
+        result.double(), torch.diag(torch.tensor(expected, dtype=torch.float64)), rtol=0, atol=2e-5
+    )
+    assert MuonSettings() == MuonSettings(momentum=0.95, update_rms=0.18, bf16=None)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_close_to_the_polar_factor_where_the_condition_is_small(shape):
     matrix = with_condition(*shape, 10.0, seed=2)

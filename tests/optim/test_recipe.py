@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
+from model import ModelConfig, build_model
 from optim import assign
 from train.recipe import adamw_rules, report_rules
 
@@ -81,7 +81,8 @@ def _expected(config):
             ffn + "experts.w2": ((E, D, FF), MUON),
             ffn + "experts.w3": ((E, FF, D), MUON),
         }
-        out |= {ffn + f"shared_experts.{w}.weight": ((FF, D), MUON) for w in ("w1", "w2", "w3")}
+        out |= {ffn + f"shared_experts.{w}.weight": ((FF, D), MUON) for w in ("w1", "w3")}
+        out[ffn + "shared_experts.w2.weight"] = ((D, FF), MUON)
     attn, engram = "layers.1.attn.", "layers.1.engram."
     if config.text.kv_source_layer_ids:
         out |= {
@@ -142,6 +143,17 @@ def test_report_rules_give_every_released_parameter_its_method(vision, engram, c
     config = _config(vision, engram, csa)
     expected = _expected(config)
     assert _assigned(report_rules(config), expected) == {name: assignment for name, (_, assignment) in expected.items()}
+
+
+def test_the_expected_names_and_shapes_are_the_models():
+    """Keeps the list above honest. Table sizes of the tiny Engram are the model's own affair."""
+    config = _config()
+    model = build_model(config, token_map=torch.arange(V) % 10)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    expected = {name: shape for name, (shape, _) in _expected(config).items()}
+    expected["layers.1.engram.embed.weight"] = shapes["layers.1.engram.embed.weight"]
+    expected["layers.1.engram.wkv.weight"] = shapes["layers.1.engram.wkv.weight"]
+    assert shapes == expected
 
 
 def test_whole_matrix_switch_changes_the_head_blocks_only():

@@ -79,6 +79,10 @@ def test_steps_equal_the_fp64_algorithm(live, monkeypatch):
     assert weight[~touched].equal(param[~touched]), "rows without momentum must not move"
 
 
+def test_report_numbers():
+    assert SETTINGS == SinkhornSettings(momentum=0.95, iterations=11, tau=1e-3, eps=1e-20, update_rms=0.18)
+
+
 def test_momentum_by_hand():
     """One row, one column: the balanced value is the sign of G' = b*M + (1-b)*G with the new M."""
     param, momentum = torch.zeros(1, 1), torch.tensor([[1.0]])
