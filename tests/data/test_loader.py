@@ -8,7 +8,9 @@ import torch
 
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.errors import Policy
-from data.sources import open_sources
+from data.loader import StreamedWindows
+from data.sources import JsonLines, open_sources
+from data.tokens import Encoder
 
 SEQ = 96
 
@@ -201,20 +203,25 @@ def test_a_position_of_other_data_or_settings_is_refused_naming_all_of_them(fold
         loaders(folder, tokenizer)[0].load_state_dict(state)
 
 
-def test_resuming_a_stream_does_not_read_what_came_before(stream, tokenizer, monkeypatch):
-    train, _ = loaders(stream, tokenizer)
-    while (state := train.state_dict())["epoch"] < 1 or state["start"] is None:
-        next(train)
-    following = take(train, 2)
-    other, _ = loaders(stream, tokenizer)
-    starts = []
-    source = other.windows.source
-    monkeypatch.setattr(
-        source, "read", lambda policy, start, read=source.read: starts.append(start) or read(policy, start)
-    )
-    other.load_state_dict(state)
-    assert same(take(other, 2), following)
-    assert starts[0] == state["start"]
+def test_a_window_of_a_stream_is_read_from_its_own_start(stream, tokenizer, monkeypatch):
+    def windows():
+        encoder = Encoder(tokenizer, SEQ, None, count_bytes=False)
+        return StreamedWindows(open_sources(stream)[0], encoder, Policy("stop"), stream.window_tokens, seed=1)
+
+    def read(policy, start, read=JsonLines.read):
+        starts.append(start)
+        return read(source, policy, start)
+
+    going = windows()
+    start = going.load(0, 0, None).after
+    expected = going.load(0, 1, start)
+    resumed, starts = windows(), []
+    source = resumed.source.source
+    monkeypatch.setattr(source, "read", read)
+    found = resumed.load(0, 1, start)
+    assert starts == [start] and start is not None
+    assert np.array_equal(found.store.tokens, expected.store.tokens) and found.after == expected.after
+    assert np.array_equal(found.rows.start, expected.rows.start)
 
 
 # Validation
