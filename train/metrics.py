@@ -71,10 +71,14 @@ class Reporter:
         plot_losses(self.records, path)
         return path
 
-    def close(self) -> None:
-        """Flush and close every place."""
+    def stop_bar(self) -> None:
+        """Take the bar off the screen's last line; training is over."""
         if self.bar is not None:
             self.bar.stop()
+
+    def close(self) -> None:
+        """Flush and close every place."""
+        self.stop_bar()
         if self.wandb is not None:
             self.wandb.finish()
         self.jsonl.close()

@@ -24,6 +24,7 @@ def run(config: Config) -> None:
     """Train, or continue, the run in ``config.run_dir``, and print what came out."""
     with only_process_in(config.run_dir):
         folder, changes = open_run(config)
+        print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
         objects = build(config)
         state = resume(objects, folder) if folder else State()
         report = Reporter(config, state)
@@ -81,6 +82,7 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     task, directory = run.config.task, run.config.run_dir
+    report.stop_bar()
     width = min(shutil.get_terminal_size().columns, 100)
     report.log("=" * width)
     if task.sample_tokens:
