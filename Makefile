@@ -37,11 +37,11 @@ install: $(STAMP)
 # DS_BUILD_OPS=0: DeepSpeed compiles no native operator, so no compiler is needed.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; python=""; \
-	for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13 python; do \
+	for candidate in $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python); do \
 	  if $$candidate -c "$(USABLE)" >/dev/null 2>&1; then python=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "error: Python 3.11 or newer is needed, found: $$(python3 --version 2>&1 || echo none)." >&2; \
+	  echo "error: Python 3.11 or newer is needed, $(or $(PYTHON),python3) is: $$($(or $(PYTHON),python3) --version 2>&1)" >&2; \
 	  echo "       Install one and name it if it is not on the path: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
 	fi; \
 	if ! $$python -c "import ensurepip, venv" >/dev/null 2>&1; then \
