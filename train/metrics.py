@@ -102,7 +102,7 @@ class Reporter:
                 record = json.loads(line)
             except json.JSONDecodeError:  # the last line of a killed process
                 continue
-            if record["step"] < step or (record["step"] == step and step > 0):
+            if 0 < step >= record["step"]:
                 records.append(record)
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         return records

@@ -23,10 +23,11 @@ from train.sample import sample
 def run(config: Config) -> None:
     """Train, or continue, the run in ``config.run_dir``, and print what came out."""
     with only_process_in(config.run_dir):
-        folder, changes = open_run(config)
+        folder, changes = find_state(config)
         print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
         objects = build(config)
         state = resume(objects, folder) if folder else State()
+        write_text(config.run_dir / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         report = Reporter(config, state)
         try:
             _announce(objects, state, report, folder, changes)
@@ -36,18 +37,16 @@ def run(config: Config) -> None:
             report.close()
 
 
-def open_run(config: Config) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and the settings that changed since; writes ``config.yaml``.
+def find_state(config: Config) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue from, if any, and the settings that changed since.
 
     Raises:
         ConfigError: the directory holds a run that this configuration would not continue.
     """
     path, folder = config.run_dir / "config.yaml", checkpoint.latest(config.run_dir / "checkpoints")
-    changes = []
-    if folder is not None and path.exists():
-        changes = check_resumable(yaml.safe_load(path.read_text(encoding="utf-8")), config)
-    write_text(path, yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
-    return folder, changes
+    if folder is None or not path.exists():
+        return folder, []
+    return folder, check_resumable(yaml.safe_load(path.read_text(encoding="utf-8")), config)
 
 
 @contextmanager

@@ -183,3 +183,10 @@ def test_sigterm_exits_with_its_own_code(overrides: list[str], tmp_path: Path) -
     deadline = time.monotonic() + 60
     assert process.wait(deadline - time.monotonic()) == 75, output
     assert "Run the same command to continue" in output and "Traceback" not in output
+
+
+def test_unreadable_data_leaves_no_run_behind(make_config) -> None:
+    config = make_config("data.paths=[/nowhere/at/all]")
+    with pytest.raises(ValueError, match="/nowhere/at/all"):
+        pretrain.run(config)
+    assert [path.name for path in config.run_dir.iterdir()] == [".lock"]
