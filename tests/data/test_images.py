@@ -95,13 +95,13 @@ def folder(tmp_path):
 
 
 def bomb(path):
-    """A PNG whose few bytes say that it has 20,000 x 20,000 pixels."""
+    """A PNG whose few bytes say that it has 9,000 x 9,000 pixels."""
 
     def chunk(kind, data):
         body = kind + data
         return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
-    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", 9_000, 9_000, 8, 2, 0, 0, 0)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
 
 

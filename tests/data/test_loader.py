@@ -162,6 +162,20 @@ def test_the_global_batch_is_the_same_for_any_world_size(kind, world_size, reque
     assert alone.state_dict() == ranks[-1].state_dict()
 
 
+@pytest.mark.parametrize("kind", ["folder", "stream"])
+def test_rows_are_shuffled_and_none_is_lost(kind, request, tokenizer):
+    cfg = request.getfixturevalue(kind)
+    cfg.window_tokens = 10**6  # one window an epoch
+    shuffled = [piece for batch in one_epoch(loaders(cfg, tokenizer, batch_size=1)[0]) for piece in pieces(batch)]
+    cfg.shuffle = False
+    plain = [piece for batch in one_epoch(loaders(cfg, tokenizer, batch_size=1)[0]) for piece in pieces(batch)]
+
+    assert shuffled != plain
+    if kind == "stream":  # its documents keep their order, so packing is the same and only rows move
+        assert sorted(shuffled) == sorted(plain)
+    assert Counter(t for p in shuffled for t in p) == Counter(t for p in plain for t in p)
+
+
 # Position
 
 

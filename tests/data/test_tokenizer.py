@@ -5,8 +5,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from data import DataConfig, DataError, load_tokenizer, special_ids
+from data.errors import Policy
+from data.sources import Document
 from data.tokenizer import CONTROL_TOKENS, NOISE, _guarded, train
-from data.tokens import bytes_per_token
+from data.tokens import Encoder, bytes_per_token
 
 
 def text_folder(path, texts):
@@ -167,3 +169,7 @@ def test_bytes_are_those_of_the_source_when_a_normalizer_changes_the_text():
     text = "a ｂ a"  # a full-width b: three bytes in the source, one after normalisation
     assert unicodedata.normalize("NFKC", text) == "a b a"
     assert bytes_per_token(text, tokenizer.encode(text).offsets) == [1, 4, 2]
+    tokenizer.add_special_tokens(["</s>"])
+    encoder = Encoder(tokenizer, 8, None, count_bytes=True)
+    encoded = next(encoder.encode([Document((text + "  ",), "file", 0)], Policy("stop")))
+    assert encoded.byte_counts.tolist() == [1, 4, 2, 2]  # what the normaliser dropped at the end counts to EOS
