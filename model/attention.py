@@ -65,14 +65,14 @@ class Compressor(nn.Module):
 
     def forward(self, x: Tensor, entries: Entries) -> Tensor:
         """x [T, d] -> latent [N, D]. An incomplete tail group gives no entry."""
-        kv = self.wkv(x)
+        projected = self.wkv(x)
         if self.ratio == 1:
-            return self.norm(kv.index_select(0, entries.first_token))
+            return self.norm(projected.index_select(0, entries.first_token))
         members = entries.first_token[:, None] + torch.arange(self.ratio, device=x.device)
         members = members.clamp(max=x.shape[0] - 1).flatten()  # only unused slots can point past the end
-        kv = kv.index_select(0, members).unflatten(0, (-1, self.ratio)).float()
+        kv = projected.index_select(0, members).unflatten(0, (-1, self.ratio)).float()
         gate = self.wgate(x).index_select(0, members).unflatten(0, (-1, self.ratio)).float()
-        return self.norm((kv * gate.softmax(dim=1)).sum(1).to(x.dtype))
+        return self.norm((kv * gate.softmax(dim=1)).sum(1).to(projected.dtype))
 
 
 class Attention(nn.Module):

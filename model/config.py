@@ -171,6 +171,8 @@ class ModelConfig:
         if vision_raw and vision_raw.get("num_hidden_layers") == 0:  # how text-only files spell "no tower"
             vision_raw = None
         vision = _fill(VisionConfig, dict(vision_raw), "vision_config", problems) if vision_raw else None
+        misplaced = [f.name for f in dataclasses.fields(TextConfig) if f.name in raw and f.name not in _CARRIED]
+        problems += [f"{key}: belongs into text_config" for key in misplaced]
         if text is not None:
             problems += text_problems(text)
         if vision is not None:
@@ -285,8 +287,8 @@ def _schedule_problems(c: TextConfig) -> list[str]:
     allowed = {layers, layers + c.num_nextn_predict_layers}
     if len(c.compress_ratios) not in allowed:
         problems.append(
-            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the {layers} "
-            f"layers (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
+            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the "
+            f"{layers} layers (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
         )
         return problems
     for layer, ratio in enumerate(c.compress_ratios):
@@ -347,8 +349,8 @@ def _engram_problems(c: TextConfig) -> list[str]:
             problems.append(f"text_config.{key}: is {getattr(c, key)}, must be positive")
     if c.engram_num_embeddings and len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         problems.append(
-            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} "
-            "Engram layers; give one each, or none to have them computed"
+            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for "
+            f"{len(c.engram_layer_ids)} Engram layers; give one each, or none to have them computed"
         )
     return problems
 

@@ -225,6 +225,6 @@ def check_token_map(config: TextConfig, token_map: Tensor | None) -> None:
     compressed = int(token_map.max()) + 1
     if compressed > config.engram_compressed_vocab_size:
         raise ValueError(
-            f"text_config.engram_compressed_vocab_size: is {config.engram_compressed_vocab_size}, but the tokenizer has "
-            f"{compressed} distinct compressed tokens"
+            f"text_config.engram_compressed_vocab_size: is {config.engram_compressed_vocab_size}, but the "
+            f"tokenizer has {compressed} distinct compressed tokens"
         )

@@ -63,27 +63,39 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Keeps only each step's normalised matrix; autograd would keep and launch several times as many small tensors."""
+    """Keeps the softmax alone and repeats the iterations in the backward: 2*iters small matrices for each token would
+    be most of a block's memory. Steps are in place, since launching small operations is what costs here.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, iters: int, eps: float) -> Tensor:
         soft = torch.softmax(logits, dim=1)
+        ctx.save_for_backward(soft)
+        ctx.iters, ctx.eps = iters, eps
         m = soft + eps
-        steps = []
         for k in range(2 * iters - 1):
-            # even steps normalise columns (sum over sources), odd ones rows (sum over targets)
-            denominator = m.sum(k % 2, keepdim=True).add_(eps)
-            m = m / denominator
-            steps.append((m, denominator))
-        ctx.save_for_backward(soft, *(t for step in steps for t in step))
+            m.div_(m.sum(k % 2, keepdim=True).add_(eps))  # even: columns (over sources), odd: rows (over targets)
         return m
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        soft, *saved = ctx.saved_tensors
-        for k in reversed(range(len(saved) // 2)):
-            m, denominator = saved[2 * k], saved[2 * k + 1]
-            grad = (grad - (grad * m).sum(k % 2, keepdim=True)) / denominator
+        (soft,) = ctx.saved_tensors
+        steps = 2 * ctx.iters - 1
+        n, _, tokens = soft.shape
+        states = soft.new_empty(steps, n, n, tokens)
+        denominators = soft.new_empty(steps, n, tokens)
+        m = soft + ctx.eps
+        for k in range(steps):
+            torch.sum(m, k % 2, out=denominators[k]).add_(ctx.eps)
+            m = torch.div(m, denominators[k].unsqueeze(k % 2), out=states[k])
+        grad, product, total = (
+            grad.clone(memory_format=torch.contiguous_format),
+            torch.empty_like(soft),
+            m.new_empty(n, tokens),
+        )
+        for k in reversed(range(steps)):
+            torch.sum(torch.mul(grad, states[k], out=product), k % 2, out=total)
+            grad.sub_(total.unsqueeze(k % 2)).div_(denominators[k].unsqueeze(k % 2))
         return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None
 
 
@@ -96,7 +108,7 @@ class _Collapse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, pre: Tensor) -> Tensor:
         ctx.save_for_backward(streams, pre)
-        return _weighted_sum(streams, pre).to(streams.dtype)
+        return _weighted_sum(streams, pre, torch.empty_like(streams[:, 0]))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -119,8 +131,7 @@ class _Expand(torch.autograd.Function):
         ctx.save_for_backward(streams, y, post, comb)
         out = torch.empty_like(streams)
         for j in range(streams.shape[1]):
-            new = _weighted_sum(streams, comb[:, :, j]).addcmul_(y.float(), post[:, j : j + 1])
-            out[:, j] = new
+            _weighted_sum(streams, comb[:, :, j], out[:, j], (y, post[:, j : j + 1]))
         return out
 
     @staticmethod
@@ -128,17 +139,21 @@ class _Expand(torch.autograd.Function):
         streams, y, post, comb = ctx.saved_tensors
         d_streams = torch.empty_like(streams)
         for i in range(streams.shape[1]):
-            d_streams[:, i] = _weighted_sum(grad, comb[:, i, :])
+            _weighted_sum(grad, comb[:, i, :], d_streams[:, i])
         wide = grad.float()
-        d_y = _weighted_sum(grad, post).to(y.dtype)
+        d_y = _weighted_sum(grad, post, torch.empty_like(y))
         d_post = torch.bmm(wide, y.float()[:, :, None]).squeeze(-1)
         d_comb = torch.bmm(streams.float(), wide.transpose(1, 2))
         return d_streams, d_y, d_post, d_comb
 
 
-def _weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """fp32 sum_i weights[:, i] * x[:, i]: [T, n, d], [T, n] -> [T, d]."""
-    total = x[:, 0].float() * weights[:, 0:1]
+def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor, term: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """out = sum_i weights[:, i] * x[:, i] (+ term[0] * term[1]), accumulated in fp32: x [T, n, d], weights fp32 [T, n],
+    out [T, d], which may be a strided view."""
+    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    torch.mul(x[:, 0], weights[:, 0:1], out=total)
     for i in range(1, x.shape[1]):
-        total.addcmul_(x[:, i].float(), weights[:, i : i + 1])
-    return total
+        total.addcmul_(x[:, i], weights[:, i : i + 1])
+    if term is not None:
+        total.addcmul_(*term)
+    return out if total is out else out.copy_(total)

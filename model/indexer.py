@@ -19,7 +19,7 @@ from model.norm import RMSNorm
 from model.pack import Entries, Pack
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
-from model.sparse import CHUNK_ELEMENTS
+from model.sparse import CHUNK_ELEMENTS, Scratch
 
 
 class IndexQuery(NamedTuple):
@@ -69,9 +69,10 @@ def select(
     blocks = entries.slots // block
     restrict = pool is not None and blocks > pool
     candidates = torch.full((tokens, pool), -1, dtype=torch.int32, device=keys.device) if restrict else None
+    scratch = Scratch()
     for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
         rows = slice(start, stop)
-        scores = _scores(query.q[rows], query.weights[rows], keys[low:high])
+        scores = _scores(query.q[rows], query.weights[rows], keys[low:high], scratch)
         slot = torch.arange(low, high, device=keys.device)
         unseen = (slot < entries.visible_from[rows, None]) | (slot >= entries.visible_to[rows, None])
         scores.masked_fill_(unseen, float("-inf"))
@@ -92,11 +93,12 @@ def select_from_candidates(
     per_query = pool * block * (query.q.shape[1] + keys.shape[1])
     step = max(1, CHUNK_ELEMENTS.get(keys.device.type, CHUNK_ELEMENTS["cuda"]) // per_query)
     within = torch.arange(block, device=keys.device, dtype=torch.int32)
+    scratch = Scratch()
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         slots = (candidates[rows, :, None].clamp(min=0) * block + within).flatten(1)
-        chosen = keys.index_select(0, slots.flatten()).view(*slots.shape, -1)
-        scores = _scores(query.q[rows], query.weights[rows], chosen)
+        chosen = scratch.rows("chosen", keys, slots)
+        scores = _scores(query.q[rows], query.weights[rows], chosen, scratch)
         allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (
             slots < entries.visible_to[rows, None]
         )
@@ -123,13 +125,15 @@ def _query_chunks(entries: Entries, heads: int, block: int):
             yield start, stop, low, high
 
 
-def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """fp32 [C, n] for keys [n, Di] shared by all queries, or [C, n, Di] of each query's own."""
+def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tensor:
+    """fp32 [C, n] for keys [n, Di] shared by all queries, or [C, n, Di] of each query's own; valid until the next
+    call.
+    """
     if keys.dim() == 2:
-        dots = (q.flatten(0, 1) @ keys.t()).view(q.shape[0], q.shape[1], -1)
+        dots = scratch.bmm("dots", q.flatten(0, 1)[None], keys.t()[None]).view(q.shape[0], q.shape[1], -1)
     else:
-        dots = torch.bmm(q, keys.transpose(1, 2))
-    return torch.bmm(weights[:, None, :], dots.float().relu_()).squeeze(1)
+        dots = scratch.bmm("dots", q, keys.transpose(1, 2))
+    return scratch.bmm("scores", weights[:, None, :], dots.float().relu_()).squeeze(1)
 
 
 def _best_blocks(scores: Tensor, visible_from: Tensor, visible_to: Tensor, low: int, block: int, pool: int) -> Tensor:
@@ -177,15 +181,16 @@ class _IndexerLoss(torch.autograd.Function):
         d_q, d_weights = (torch.zeros_like(q), torch.zeros_like(weights)) if need else (None, None)
         d_keys = torch.zeros_like(keys, dtype=torch.float32) if need else None
         total = torch.zeros((), dtype=torch.float32, device=q.device)
+        scratch = Scratch()
         rows_all = (taught & (topk_indices >= 0).any(-1)).nonzero().flatten()
         step = max(1, CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS["cuda"]) // max(1, k * (heads + dim)))
         for rows in rows_all.split(step):
             index = topk_indices.index_select(0, rows)
             missing = index < 0
-            index = index.clamp(min=0).flatten()
-            chosen = keys.index_select(0, index).view(len(rows), k, dim)
+            index = index.clamp(min=0).long()
+            chosen = scratch.rows("chosen", keys, index)
             q_rows, w_rows = q.index_select(0, rows), weights.index_select(0, rows)
-            active = torch.bmm(q_rows, chosen.transpose(1, 2)).float().relu_()  # [R, Hi, K]
+            active = scratch.bmm("active", q_rows, chosen.transpose(1, 2)).float().relu_()  # [R, Hi, K]
             scores = torch.bmm(w_rows[:, None, :], active).squeeze(1).masked_fill_(missing, float("-inf"))
             target = mass.index_select(0, rows).masked_fill(missing, 0.0)
             target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -197,7 +202,8 @@ class _IndexerLoss(torch.autograd.Function):
             d_weights[rows] = torch.bmm(active, d_scores[:, :, None]).squeeze(-1)
             d_dots = (w_rows[:, :, None] * d_scores[:, None, :]).mul_(active > 0).to(q.dtype)
             d_q[rows] = torch.bmm(d_dots, chosen)
-            d_keys.index_add_(0, index, torch.bmm(d_dots.transpose(1, 2), q_rows).flatten(0, 1).float())
+            d_chosen = scratch.bmm("d_chosen", d_dots.transpose(1, 2), q_rows)
+            d_keys.index_add_(0, index.flatten(), d_chosen.flatten(0, 1).float())
         if need:
             ctx.save_for_backward(d_q, d_weights, d_keys.to(keys.dtype))
         return total

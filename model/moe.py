@@ -161,15 +161,14 @@ class _ClampedSwiGLU(torch.autograd.Function):
         limit, grad = ctx.limit, grad.float()
         g, u = gate.float(), up.float()
         g_clamped, u_clamped = g.clamp(max=limit), u.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(g_clamped)
-        silu = g_clamped * sigmoid
+        by_silu = grad * F.silu(g_clamped)
         d_weights = None
         if weights is not None:
-            d_weights = (grad * silu * u_clamped).sum(-1)
+            d_weights = (by_silu * u_clamped).sum(-1)
+            by_silu.mul_(weights[:, None])
             grad = grad * weights[:, None]
-        d_silu = sigmoid.mul_(1 + g_clamped - silu)  # sigmoid * (1 + g * (1 - sigmoid))
-        d_gate = (grad * u_clamped).mul_(d_silu).mul_(g <= limit)
-        d_up = (grad * silu).mul_(u.abs() <= limit)
+        d_gate = torch.ops.aten.silu_backward(u_clamped.mul_(grad), g_clamped).mul_(g <= limit)
+        d_up = by_silu.mul_(u.abs() <= limit)
         return d_gate.to(gate.dtype), d_up.to(up.dtype), None, d_weights
 
 

@@ -118,6 +118,8 @@ def build_pack(
 def _entries(ratio, block, length, token_start, document, position, yarn, device) -> Entries:
     count = length // ratio
     room = (count + block - 1) // block * block  # slots of each document, whole blocks
+    if not room.any():
+        room[0] = block  # a block of unused slots, so that no tensor is empty
     slot_start = room.cumsum(0) - room
     owner = torch.repeat_interleave(torch.arange(len(length)), room)
     index = torch.arange(int(room.sum())) - slot_start[owner]  # j, the entry's number in its document

@@ -12,12 +12,14 @@ backward: O(T * (W + K)) time, O(T) memory, nothing of size T x T or T x N.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 # Score elements alive at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 QUERY_BLOCK = 64
 
 
@@ -122,20 +124,23 @@ class _Blocks:
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
-        blocks = _Blocks(q, window, topk_indices.shape[1])
-        inputs = _Inputs(blocks, q, window_kv, window_start, entries, topk_indices, sink, scale)
-        out = torch.empty(blocks.count * blocks.size, blocks.heads, blocks.dim, dtype=q.dtype, device=q.device)
-        lse = torch.empty(blocks.count * blocks.size, blocks.heads, dtype=torch.float32, device=q.device)
-        mass = torch.empty(blocks.count * blocks.size, topk_indices.shape[1], dtype=torch.float32, device=q.device)
+        chunks = _Chunks(q, window_kv, window_start, entries, topk_indices, sink, scale, window)
+        blocks, scratch = chunks.blocks, chunks.scratch
+        padded = blocks.count * blocks.size
+        out = q.new_empty(padded, blocks.heads, blocks.dim)
+        lse = q.new_empty(padded, blocks.heads, dtype=torch.float32)
+        mass = q.new_empty(padded, topk_indices.shape[1], dtype=torch.float32)
         for start, stop in blocks.chunks():
             rows = slice(start * blocks.size, stop * blocks.size)
-            near, far, keys, chosen = inputs.scores(start, stop)
-            lse[rows] = inputs.normaliser(near, far)
-            near.sub_(lse[rows].view(near.shape[0], -1, 1)).exp_()
-            far.sub_(lse[rows].unsqueeze(-1)).exp_()
-            mass[rows] = far.sum(1)
-            part = torch.bmm(near.to(keys.dtype), keys).view(-1, blocks.heads, blocks.dim)
-            out[rows] = part.baddbmm_(far.to(chosen.dtype), chosen) if far.shape[-1] else part
+            near, far, keys, chosen = chunks.scores(start, stop)
+            top, total = chunks.exponentiate_(near, far)
+            lse[rows] = top + total.log()
+            share = 1 / total  # [rows, H]
+            part = scratch.bmm("part", near.to(keys.dtype), keys).view(-1, blocks.heads, blocks.dim)
+            if far.shape[-1]:
+                part.baddbmm_(far.to(chosen.dtype), chosen)
+                mass[rows] = torch.bmm(share.unsqueeze(1), far).squeeze(1)
+            torch.mul(part, share.unsqueeze(-1), out=out[rows])
         ctx.save_for_backward(q, window_kv, window_start, entries, topk_indices, sink, out, lse)
         ctx.scale, ctx.window = scale, window
         mass = mass[: blocks.tokens]
@@ -145,59 +150,76 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, _):
         q, window_kv, window_start, entries, topk_indices, sink, out, lse = ctx.saved_tensors
-        blocks = _Blocks(q, ctx.window, topk_indices.shape[1])
-        inputs = _Inputs(blocks, q, window_kv, window_start, entries, topk_indices, sink, ctx.scale)
-        d_out = blocks.pad_queries(d_out)
+        chunks = _Chunks(q, window_kv, window_start, entries, topk_indices, sink, ctx.scale, ctx.window)
+        blocks, scratch = chunks.blocks, chunks.scratch
+        d_out = blocks.pad_queries(d_out.contiguous())
         delta = (d_out.float() * out.float()).sum(-1)  # [T, H]: what the softmax gradient subtracts
         d_sink = -(torch.exp(sink.float() - lse) * delta)[: blocks.tokens].sum(0)
-        d_q = torch.empty_like(inputs.q)
-        d_window = torch.zeros_like(inputs.keys, dtype=torch.float32)
+        d_q = torch.empty_like(chunks.q)
+        d_window = torch.zeros_like(chunks.keys, dtype=torch.float32)
         d_entries = torch.zeros_like(entries, dtype=torch.float32)
         for start, stop in blocks.chunks():
             rows = slice(start * blocks.size, stop * blocks.size)
-            near, far, keys, chosen = inputs.scores(start, stop)
+            near, far, keys, chosen = chunks.scores(start, stop)
             near.sub_(lse[rows].view(near.shape[0], -1, 1)).exp_()
             far.sub_(lse[rows].unsqueeze(-1)).exp_()
-            q_block, g_block = inputs.q_block(start, stop), d_out[rows].view(near.shape[0], -1, blocks.dim)
-            d_near = torch.bmm(g_block, keys.transpose(1, 2)).float().sub_(delta[rows].view(near.shape[0], -1, 1))
-            d_near = d_near.mul_(near).mul_(ctx.scale).to(q.dtype)
-            d_keys = torch.bmm(d_near.transpose(1, 2), q_block).baddbmm_(near.to(q.dtype).transpose(1, 2), g_block)
+            q_block, g_block = chunks.q_block(start, stop), d_out[rows].view(near.shape[0], -1, blocks.dim)
+            d_near = scratch.bmm("d_near", g_block, keys.transpose(1, 2)).float()
+            d_near = d_near.sub_(delta[rows].view(near.shape[0], -1, 1)).mul_(near).to(q.dtype)
+            d_keys = scratch.bmm("d_keys", d_near.transpose(1, 2), q_block)
+            d_keys.baddbmm_(near.to(q.dtype).transpose(1, 2), g_block)
             for piece in range(blocks.span // blocks.size):  # spans overlap: piece p of block b lies on key block b + p
                 at = slice((start + piece) * blocks.size, (stop + piece) * blocks.size)
-                d_window[at] += d_keys[:, piece * blocks.size : (piece + 1) * blocks.size].reshape(-1, blocks.dim)
-            grad = torch.bmm(d_near, keys).view(-1, blocks.heads, blocks.dim)
+                part = d_keys[:, piece * blocks.size : (piece + 1) * blocks.size]
+                d_window[at].view(part.shape).add_(part)
+            grad = scratch.bmm("part", d_near, keys).view(-1, blocks.heads, blocks.dim)
             if far.shape[-1]:
-                d_far = torch.bmm(d_out[rows], chosen.transpose(1, 2)).float().sub_(delta[rows].unsqueeze(-1))
-                d_far = d_far.mul_(far).mul_(ctx.scale).to(q.dtype)
+                d_far = scratch.bmm("d_far", d_out[rows], chosen.transpose(1, 2)).float()
+                d_far = d_far.sub_(delta[rows].unsqueeze(-1)).mul_(far).to(q.dtype)
                 grad.baddbmm_(d_far, chosen)
-                d_chosen = torch.bmm(d_far.transpose(1, 2), inputs.q[rows]).baddbmm_(
-                    far.to(q.dtype).transpose(1, 2), d_out[rows]
-                )
-                d_entries.index_add_(0, inputs.index[rows].flatten(), d_chosen.flatten(0, 1).float())
-            d_q[rows] = grad
+                d_chosen = scratch.bmm("d_chosen", d_far.transpose(1, 2), chunks.q[rows])
+                d_chosen.baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows])
+                d_entries.index_add_(0, chunks.index[rows].flatten(), d_chosen.flatten(0, 1).float())
+            torch.mul(grad, ctx.scale, out=d_q[rows])
         d_window = d_window[blocks.before : blocks.before + blocks.tokens].to(window_kv.dtype)
-        return (
-            d_q[: blocks.tokens],
-            d_window,
-            None,
-            d_entries.to(entries.dtype),
-            None,
-            d_sink.to(sink.dtype),
-            None,
-            None,
-        )
+        d_entries, d_sink = d_entries.to(entries.dtype), d_sink.to(sink.dtype)
+        return d_q[: blocks.tokens], d_window, None, d_entries, None, d_sink, None, None
 
 
-class _Inputs:
+class Scratch:
+    """Named buffers that every chunk of a call reuses: fresh ones would cost more page faults than arithmetic."""
+
+    def __init__(self):
+        self.buffers: dict[str, Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = like.new_empty(size)
+        return self.buffers[name][:size].view(shape)
+
+    def rows(self, name: str, table: Tensor, index: Tensor) -> Tensor:
+        """table [N, D] at index [..., ] -> [..., D]"""
+        out = self.empty(name, (*index.shape, table.shape[1]), table)
+        torch.index_select(table, 0, index.flatten(), out=out.view(-1, table.shape[1]))
+        return out
+
+    def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b, out=self.empty(name, (a.shape[0], a.shape[1], b.shape[2]), a))
+
+
+class _Chunks:
     """The padded inputs of one call and the scores of a chunk, computed alike in forward and backward."""
 
-    def __init__(self, blocks, q, window_kv, window_start, entries, topk_indices, sink, scale):
-        self.blocks, self.entries, self.sink, self.scale = blocks, entries, sink.float(), scale
-        self.q = blocks.pad_queries(q.contiguous())
+    def __init__(self, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
+        self.blocks = blocks = _Blocks(q, window, topk_indices.shape[1])
+        self.scratch = Scratch()
+        self.entries, self.sink = entries, sink.float()
+        self.q = blocks.pad_queries(q * scale)  # scaled once here instead of every score; contiguous
         self.keys = blocks.pad_keys(window_kv)
         self.window_start = blocks.pad_queries(window_start)
         topk_indices = blocks.pad_queries(topk_indices)
-        self.index = topk_indices.clamp(min=0)
+        self.index = topk_indices.clamp(min=0).long()
         self.missing = topk_indices < 0
 
     def q_block(self, start: int, stop: int) -> Tensor:
@@ -207,29 +229,26 @@ class _Inputs:
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Masked fp32 scores near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and
-        [rows, K, D].
+        [rows, K, D]. Valid until the next call.
         """
-        blocks = self.blocks
+        blocks, scratch = self.blocks, self.scratch
         rows = slice(start * blocks.size, stop * blocks.size)
         keys = blocks.key_spans(self.keys, start, stop)
-        near = torch.bmm(self.q_block(start, stop), keys.transpose(1, 2)).float().mul_(self.scale)
+        near = scratch.bmm("near", self.q_block(start, stop), keys.transpose(1, 2)).float()
         hidden = blocks.hidden(self.window_start, start, stop)
         near.view(stop - start, blocks.size, blocks.heads, -1).masked_fill_(hidden, float("-inf"))
-        chosen = self.entries.index_select(0, self.index[rows].flatten()).view(
-            rows.stop - rows.start, self.index.shape[1], blocks.dim
-        )
-        far = torch.bmm(self.q[rows], chosen.transpose(1, 2)).float().mul_(self.scale)
+        chosen = scratch.rows("chosen", self.entries, self.index[rows])
+        far = scratch.bmm("far", self.q[rows], chosen.transpose(1, 2)).float()
         far.masked_fill_(self.missing[rows].unsqueeze(1), float("-inf"))
         return near, far, keys, chosen
 
-    def normaliser(self, near: Tensor, far: Tensor) -> Tensor:
-        """fp32 [rows, H]: log of the softmax denominator, sink included."""
+    def exponentiate_(self, near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn scores into exp(score - top) in place; returns top and the denominator over it, fp32 [rows, H]."""
         heads = self.blocks.heads
         top = near.amax(-1).view(-1, heads).maximum(self.sink)
         if far.shape[-1]:
             top = top.maximum(far.amax(-1))
-        total = (near - top.view(near.shape[0], -1, 1)).exp_().sum(-1).view(-1, heads)
-        total = total + torch.exp(self.sink - top)
-        if far.shape[-1]:
-            total = total + (far - top.unsqueeze(-1)).exp_().sum(-1)
-        return top + total.log()
+        near.sub_(top.view(near.shape[0], -1, 1)).exp_()
+        far.sub_(top.unsqueeze(-1)).exp_()
+        total = near.sum(-1).view(-1, heads) + far.sum(-1) + torch.exp(self.sink - top)
+        return top, total
