@@ -133,14 +133,12 @@ class _SparseAttention(torch.autograd.Function):
         for start, stop in blocks.chunks():
             rows = slice(start * blocks.size, stop * blocks.size)
             near, far, keys, chosen = chunks.scores(start, stop)
-            top, total = chunks.exponentiate_(near, far)
-            lse[rows] = top + total.log()
-            share = 1 / total  # [rows, H]
+            lse[rows], total = chunks.exponentiate_(near, far)
             part = scratch.bmm("part", near.to(keys.dtype), keys).view(-1, blocks.heads, blocks.dim)
             if far.shape[-1]:
                 part.baddbmm_(far.to(chosen.dtype), chosen)
-                mass[rows] = torch.bmm(share.unsqueeze(1), far).squeeze(1)
-            torch.mul(part, share.unsqueeze(-1), out=out[rows])
+                mass[rows] = torch.bmm((1 / total).unsqueeze(1), far).squeeze(1)
+            torch.div(part, total.unsqueeze(-1), out=out[rows])
         ctx.save_for_backward(q, window_kv, window_start, entries, topk_indices, sink, out, lse)
         ctx.scale, ctx.window = scale, window
         mass = mass[: blocks.tokens]
@@ -161,13 +159,12 @@ class _SparseAttention(torch.autograd.Function):
         for start, stop in blocks.chunks():
             rows = slice(start * blocks.size, stop * blocks.size)
             near, far, keys, chosen = chunks.scores(start, stop)
-            near.sub_(lse[rows].view(near.shape[0], -1, 1)).exp_()
-            far.sub_(lse[rows].unsqueeze(-1)).exp_()
+            chunks.exp_(near, far, lse[rows])
             q_block, g_block = chunks.q_block(start, stop), d_out[rows].view(near.shape[0], -1, blocks.dim)
             d_near = scratch.bmm("d_near", g_block, keys.transpose(1, 2)).float()
             d_near = d_near.sub_(delta[rows].view(near.shape[0], -1, 1)).mul_(near).to(q.dtype)
             d_keys = scratch.bmm("d_keys", d_near.transpose(1, 2), q_block)
-            d_keys.baddbmm_(near.to(q.dtype).transpose(1, 2), g_block)
+            d_keys.baddbmm_(near.to(q.dtype).transpose(1, 2), g_block, beta=ctx.scale)
             for piece in range(blocks.span // blocks.size):  # spans overlap: piece p of block b lies on key block b + p
                 at = slice((start + piece) * blocks.size, (stop + piece) * blocks.size)
                 part = d_keys[:, piece * blocks.size : (piece + 1) * blocks.size]
@@ -178,7 +175,7 @@ class _SparseAttention(torch.autograd.Function):
                 d_far = d_far.sub_(delta[rows].unsqueeze(-1)).mul_(far).to(q.dtype)
                 grad.baddbmm_(d_far, chosen)
                 d_chosen = scratch.bmm("d_chosen", d_far.transpose(1, 2), chunks.q[rows])
-                d_chosen.baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows])
+                d_chosen.baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows], beta=ctx.scale)
                 d_entries.index_add_(0, chunks.index[rows].flatten(), d_chosen.flatten(0, 1).float())
             torch.mul(grad, ctx.scale, out=d_q[rows])
         d_window = d_window[blocks.before : blocks.before + blocks.tokens].to(window_kv.dtype)
@@ -214,8 +211,8 @@ class _Chunks:
     def __init__(self, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
         self.blocks = blocks = _Blocks(q, window, topk_indices.shape[1])
         self.scratch = Scratch()
-        self.entries, self.sink = entries, sink.float()
-        self.q = blocks.pad_queries(q * scale)  # scaled once here instead of every score; contiguous
+        self.entries, self.sink, self.scale = entries, sink.float(), scale
+        self.q = blocks.pad_queries(q.contiguous())
         self.keys = blocks.pad_keys(window_kv)
         self.window_start = blocks.pad_queries(window_start)
         topk_indices = blocks.pad_queries(topk_indices)
@@ -228,7 +225,7 @@ class _Chunks:
         return self.q[start * size : stop * size].view(stop - start, -1, self.blocks.dim)
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Masked fp32 scores near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and
+        """Masked fp32 dot products near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and
         [rows, K, D]. Valid until the next call.
         """
         blocks, scratch = self.blocks, self.scratch
@@ -242,13 +239,21 @@ class _Chunks:
         far.masked_fill_(self.missing[rows].unsqueeze(1), float("-inf"))
         return near, far, keys, chosen
 
+    def exp_(self, near: Tensor, far: Tensor, shift: Tensor) -> None:
+        """exp(dot * scale - shift) in place, shift fp32 [rows, H]."""
+        shift = -shift
+        torch.add(shift.view(near.shape[0], -1, 1), near, alpha=self.scale, out=near).exp_()
+        torch.add(shift.unsqueeze(-1), far, alpha=self.scale, out=far).exp_()
+
     def exponentiate_(self, near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn scores into exp(score - top) in place; returns top and the denominator over it, fp32 [rows, H]."""
+        """Turn dot products into exp(score - top) in place. Returns the softmax denominator over all keys and the sink,
+        fp32 [rows, H]: its log, and its value relative to exp(top).
+        """
         heads = self.blocks.heads
-        top = near.amax(-1).view(-1, heads).maximum(self.sink)
+        top = near.amax(-1).view(-1, heads)
         if far.shape[-1]:
             top = top.maximum(far.amax(-1))
-        near.sub_(top.view(near.shape[0], -1, 1)).exp_()
-        far.sub_(top.unsqueeze(-1)).exp_()
+        top = (top * self.scale).maximum(self.sink)
+        self.exp_(near, far, top)
         total = near.sum(-1).view(-1, heads) + far.sum(-1) + torch.exp(self.sink - top)
-        return top, total
+        return top + total.log(), total
