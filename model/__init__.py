@@ -1,6 +1,6 @@
 """The V4.1 model: configuration, backbone, checkpoints. Start reading in `backbone.py`."""
 
-from model.backbone import DeepseekV41, Losses, Output, Totals, build_model
+from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
 from model.checkpoint import load_pretrained, load_weights, save_pretrained
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
 
@@ -14,6 +14,7 @@ __all__ = [
     "Totals",
     "VisionConfig",
     "build_model",
+    "indexer_recall",
     "load_pretrained",
     "load_weights",
     "save_pretrained",

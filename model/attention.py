@@ -24,7 +24,7 @@ from model.norm import RMSNorm
 from model.pack import Entries, Pack
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
-from model.sparse import dense_attention, sparse_attention
+from model.sparse import dense_attention, full_mass, sparse_attention
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class Shared:
 
 class Attended(NamedTuple):
     """Result of one attention layer: output [T, d], state for later layers, what its indexer can be taught (index
-    sources only), and its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only).
+    sources only), its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only), and under
+    `runtime.probe` the mass that attention over all visible entries would have, fp32 [T, N].
     """
 
     output: Tensor
     shared: Shared
     lesson: Lesson | None
     mass: Tensor | None
+    full_mass: Tensor | None
 
 
 class Compressor(nn.Module):
@@ -108,8 +110,14 @@ class Attention(nn.Module):
         lesson = None
         if self.indexer is not None:
             shared, lesson = self._index(x, q_lat, pack, shared, runtime)
-        out, mass = self._attend(q, window_kv, pack, shared, runtime)
-        return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass)
+        window_start = torch.maximum(pack.document_start, pack.index - (self.config.sliding_window - 1))
+        out, mass = self._attend(q, window_kv, window_start, shared, runtime)
+        truth = None
+        if runtime.probe and self.ratio:
+            seen = pack.entries[self.ratio]
+            span = (seen.visible_from, seen.visible_to)
+            truth = full_mass(q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
+        return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass, truth)
 
     def _compress(self, x: Tensor, entries: Entries, shared: Shared, runtime: Runtime) -> Shared:
         latent = self.compressor(x, entries)
@@ -135,15 +143,13 @@ class Attention(nn.Module):
         return shared, Lesson(query, shared.index_keys, topk_indices)
 
     def _attend(
-        self, q: Tensor, window_kv: Tensor, pack: Pack, shared: Shared, runtime: Runtime
+        self, q: Tensor, window_kv: Tensor, window_start: Tensor, shared: Shared, runtime: Runtime
     ) -> tuple[Tensor, Tensor | None]:
-        window = self.config.sliding_window
-        index = torch.arange(pack.tokens, device=q.device)
-        window_start = torch.maximum(pack.document_start, index - (window - 1))
         entries, topk_indices = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
+        inputs = (q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale)
         if runtime.attention == "dense":
-            return dense_attention(q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale)
-        return sparse_attention(q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale, window)
+            return dense_attention(*inputs)
+        return sparse_attention(*inputs, self.config.sliding_window)
 
     def _project(self, out: Tensor) -> Tensor:
         """Grouped output projection: [T, H, D] -> each group's block of wo_a -> wo_b -> [T, d]."""

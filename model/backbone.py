@@ -6,7 +6,7 @@ Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 class BlockResult(NamedTuple):
     """What a block hands on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state; and
-    what it reports: its attention's lesson and mass (see `Attended`) and its routing.
+    what it reports: its attention's lesson and masses (see `Attended`) and its routing.
     """
 
     streams: Tensor
@@ -36,6 +36,7 @@ class BlockResult(NamedTuple):
     shared: Shared
     lesson: Lesson | None
     mass: Tensor | None
+    full_mass: Tensor | None
     routing: Routing
 
 
@@ -67,7 +68,9 @@ class Block(nn.Module):
         mix = self.hc_ffn(streams)
         y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack)
         streams = expand(streams, y, mix.post, mix.comb)
-        return BlockResult(streams, mix.pre, attended.shared, attended.lesson, attended.mass, routing)
+        return BlockResult(
+            streams, mix.pre, attended.shared, attended.lesson, attended.mass, attended.full_mass, routing
+        )
 
 
 class Trace(NamedTuple):
@@ -330,6 +333,37 @@ def allocate_model(
     model = cast_model(model, dtype).to_empty(device=device)
     model.token_map = None if token_map is None else token_map.to(device)
     return model
+
+
+@torch.no_grad()
+def indexer_recall(model: DeepseekV41, batch: dict[str, Tensor]) -> Tensor:
+    """How much of the best possible attention mass each index source's selection holds: fp32 [index sources], in 0..1.
+
+    Ground truth is dense attention over all visible entries, in the layers that use the selection (mass summed over
+    heads and layers). Recall of a query: mass on its selected entries over the mass on its true top-k; averaged over
+    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch.
+    """
+    text, runtime = model.config.text, model.runtime
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    pixels = (inputs.pop("pixel_values", None), inputs.pop("image_grid_hws", None))
+    pack = build_pack(text, **inputs)
+    model.runtime = replace(runtime, probe=True)
+    try:
+        blocks = model._trace(batch["input_ids"], pack, *pixels, batch.get("vision_token_types")).blocks
+    finally:
+        model.runtime = runtime
+    recalls = []
+    for source in text.index_source_layer_ids:
+        users = [b.full_mass for layer, b in enumerate(blocks) if text.index_source(layer) == source]
+        truth = torch.stack(users).sum(0)
+        chosen = blocks[source].lesson.topk_indices
+        seen = pack.entries[text.ratio(source)]
+        rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()
+        truth, chosen = truth[rows], chosen[rows].long()
+        held = (truth.gather(1, chosen.clamp(min=0)) * (chosen >= 0)).sum(-1)
+        best = truth.topk(min(text.index_topk, truth.shape[1]), dim=-1).values.sum(-1)
+        recalls.append((held / best.clamp(min=torch.finfo(torch.float32).tiny)).mean())
+    return torch.stack(recalls) if recalls else torch.empty(0)
 
 
 FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")

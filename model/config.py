@@ -223,7 +223,8 @@ class Runtime:
     kv_quant: FP4 fake quantisation of the shared main KV (QAT); the other two quantisers always belong to the forward.
     candidate_pool: apply the hierarchical indexer's candidate restriction.
     recompute: activation checkpointing of every block.
-    train_indexer: compute the indexer's KL loss; without it the indexer's parameters get no gradient at all.
+    train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
+    probe: also compute the attention mass over all visible entries (quadratic; see `model.indexer_recall`).
     balance_coef, indexer_coef: weights of the two auxiliary losses beside the language-model loss.
     """
 
@@ -232,6 +233,7 @@ class Runtime:
     candidate_pool: bool = True
     recompute: bool = False
     train_indexer: bool = True
+    probe: bool = False
     balance_coef: float = 1.0e-4
     indexer_coef: float = 1.0
 

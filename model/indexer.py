@@ -21,6 +21,10 @@ from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
 from model.sparse import CHUNK_ELEMENTS, Scratch
 
+# Added per slot: entries whose every relu is cut all score exactly 0, and the newest of them must win whatever the shape
+# of the batch. Far below the rounding of any other score.
+TIE_BREAK = 2.0**-100
+
 
 class IndexQuery(NamedTuple):
     """What an index source asks with: q [T, Hi, Di] (rotated, quantised), weights fp32 [T, Hi]."""
@@ -75,7 +79,7 @@ def select(
         scores = _scores(query.q[rows], query.weights[rows], keys[low:high], scratch)
         slot = torch.arange(low, high, device=keys.device)
         unseen = (slot < entries.visible_from[rows, None]) | (slot >= entries.visible_to[rows, None])
-        scores.masked_fill_(unseen, float("-inf"))
+        scores.add_((slot - low) * TIE_BREAK).masked_fill_(unseen, float("-inf"))
         if restrict:
             kept = _best_blocks(scores, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
             candidates[rows, : kept.shape[1]] = kept
@@ -102,7 +106,7 @@ def select_from_candidates(
         allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (
             slots < entries.visible_to[rows, None]
         )
-        scores.masked_fill_(~allowed, float("-inf"))
+        scores.add_(slots * TIE_BREAK).masked_fill_(~allowed, float("-inf"))
         best = scores.topk(min(topk, scores.shape[1]), dim=-1)
         found = slots.gather(1, best.indices).masked_fill_(best.values == float("-inf"), -1)
         topk_indices[rows, : found.shape[1]] = found

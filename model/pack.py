@@ -60,6 +60,11 @@ class Pack:
     def tokens(self) -> int:
         return self.position.shape[0]
 
+    @property
+    def index(self) -> Tensor:
+        """int64 [T]: 0..T-1"""
+        return torch.arange(self.tokens, device=self.position.device)
+
     def flatten(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [T, ...]: the real tokens."""
         flat = x.reshape(self.rows * self.row_length, *x.shape[2:])

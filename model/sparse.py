@@ -57,6 +57,27 @@ def dense_attention(
     return out, mass
 
 
+@torch.no_grad()
+def full_mass(
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor,
+    visible_from: Tensor,
+    visible_to: Tensor,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    """What attention over the window and *all* visible entries would put on each entry, summed over heads: fp32 [T, N].
+
+    The ground truth that a selection is judged by; quadratic, for probe batches only.
+    """
+    slot = torch.arange(entries.shape[0], device=q.device, dtype=torch.int32)
+    seen = (slot >= visible_from[:, None]) & (slot < visible_to[:, None])
+    _, mass = dense_attention(q, window_kv, window_start, entries, slot.where(seen, -1), sink, scale)
+    return mass
+
+
 def sparse_attention(
     q: Tensor,
     window_kv: Tensor,

@@ -1,0 +1,30 @@
+"""Guard for code that picks its own dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Run `function` with autocast off, on the device of its first tensor argument.
+
+    Under autocast a product of fp32 tensors would be taken in bf16 behind the code's back.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensor = next(a for a in _flat(args) if isinstance(a, Tensor))
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _flat(args: tuple[Any, ...]):
+    for a in args:
+        yield from a if isinstance(a, tuple) else (a,)
