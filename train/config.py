@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from data import DataConfig
-from model import ModelConfig, Runtime
+from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -256,10 +256,12 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
-    known = {*ModelConfig().to_dict(), "vision_config", "quantization_config"}
-    for key in config.model.keys() - known:
-        close = difflib.get_close_matches(key, known, n=1) or [f"text_config.{key}"]
-        yield {"model"}, problem(f"model.{key}", config.model[key], "no such key", f"Did you mean model.{close[0]}?")
+    known = [*ModelConfig().to_dict(), "vision_config", "quantization_config"]
+    misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig names these; other keys it carries along
+    for key in sorted(config.model.keys() - set(known) - misplaced):
+        close = difflib.get_close_matches(key, known, n=1)
+        remedy = f"Did you mean model.{close[0]}?" if close else f"Known in model: {', '.join(known)}"
+        yield {"model"}, problem(f"model.{key}", config.model[key], "no such key", remedy)
     try:
         text = ModelConfig.from_dict(config.model).text
     except ValueError as error:
