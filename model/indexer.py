@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from model.config import TextConfig
 from model.norm import RMSNorm
 from model.pack import Entries, Pack
+from model.precision import without_autocast
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
 from model.sparse import CHUNK_ELEMENTS, Scratch
 
-# Added per slot: entries whose every relu is cut all score exactly 0, and the newest of them must win whatever the shape
-# of the batch. Far below the rounding of any other score.
+# Added per slot: entries whose every relu is cut all score exactly 0, and the newest of them must win, whatever the
+# shape of the batch. Far below the rounding of any other score.
 TIE_BREAK = 2.0**-100
 
 
@@ -58,6 +59,7 @@ class Indexer(nn.Module):
 
 
 @torch.no_grad()
+@without_autocast
 def select(
     query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int, pool: int | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -88,6 +90,7 @@ def select(
 
 
 @torch.no_grad()
+@without_autocast
 def select_from_candidates(
     query: IndexQuery, keys: Tensor, entries: Entries, candidates: Tensor, topk: int, block: int
 ) -> Tensor:
@@ -178,6 +181,7 @@ class _IndexerLoss(torch.autograd.Function):
     """Loss and gradients in one pass over chunks of queries, so that no gathered keys outlive their chunk."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx, q, weights, keys, topk_indices, mass, taught):
         tokens, heads, dim = q.shape
         k = topk_indices.shape[1]

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.precision import without_autocast
+
 # Score elements alive at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
 CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 QUERY_BLOCK = 64
@@ -144,6 +146,7 @@ class _Blocks:
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
         chunks = _Chunks(q, window_kv, window_start, entries, topk_indices, sink, scale, window)
         blocks, scratch = chunks.blocks, chunks.scratch
