@@ -71,6 +71,15 @@ def test_all_problems_at_once() -> None:
     assert all(key in str(error.value) for key in keys), error.value
 
 
+def test_a_flat_file_is_not_taken_for_the_released_model() -> None:
+    """Text keys at the top level would otherwise leave all defaults, a 552B model, in place."""
+    with pytest.raises(ValueError, match="hidden_size: belongs into text_config"):
+        ModelConfig.from_dict(raw_config()["text_config"])
+    ids = {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7, "image_token_id": 8, "dtype": "float32"}
+    config = ModelConfig.from_dict(raw_config() | ids)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.image_token_id) == (5, 6, 7, 8)
+
+
 def test_candidate_source_may_be_off_and_drafter_layers_may_follow() -> None:
     config = ModelConfig.from_dict(raw_config(candidate_source_layer_id=-1))
     assert config.text.candidate_source_layer_id == -1

@@ -11,7 +11,7 @@ from tiny import assert_same, gradients, no_rounding, pack_of, tiny_config, tiny
 from torch import Tensor
 
 import model.attention
-from model import Runtime
+from model import Runtime, indexer_recall
 from model.indexer import IndexQuery, Lesson, indexer_loss, select, select_from_candidates
 from model.pack import build_pack
 from model.sparse import CHUNK_ELEMENTS
@@ -308,3 +308,56 @@ def test_learning_the_lesson_lowers_the_loss() -> None:
         learner.step()
         values.append(losses.index_kl_sum.sum().item())
     assert values[-1] < 0.8 * values[0]
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    """bf16 queries and keys are scored, compared and taught in fp32, also inside an autocast region."""
+    g = torch.Generator().manual_seed(0)
+    pack = pack_of(tiny_config(), [60])
+    q, keys = (torch.randn(60, *s, generator=g).bfloat16().requires_grad_() for s in ((HEADS, DIM), (DIM,)))
+    weights = torch.randn(60, HEADS, generator=g).requires_grad_()
+    query, taught, results = IndexQuery(q, weights), torch.ones(60, dtype=torch.bool), []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            indices, candidates = select(query, keys, pack.entries[1], 6, BLOCK, 4)
+            inside = select_from_candidates(query, keys, pack.entries[1], candidates, 6, BLOCK)
+            mass = torch.rand(60, 6, generator=torch.Generator().manual_seed(1))
+            loss = indexer_loss(Lesson(query, keys, indices), mass, taught)
+        results.append((indices, candidates, inside, loss, *torch.autograd.grad(loss, (q, weights, keys))))
+    for plain, inside_autocast in zip(*results, strict=True):
+        assert torch.equal(plain, inside_autocast)
+
+
+@pytest.mark.parametrize("attention", ["dense", "sparse"])
+def test_recall_against_plain_dense_attention(attention: str, monkeypatch) -> None:
+    """Mass on the selected entries over mass on the true top-k, from attention over window and all visible entries."""
+    built = tiny_model(Runtime(attention=attention))
+    runtime, recorded = built.runtime, record_attention(monkeypatch)
+    ids = tokens(2, 21)
+    batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([[9, 12], [1, 18]])}
+    ours = indexer_recall(built, batch)
+    assert built.runtime == runtime and not ours.requires_grad
+    pack = build_pack(built.config.text, ids, seq_lens=batch["seq_lens"])
+    for number, (source, users) in enumerate({1: [1, 2], 3: [3, 4], 5: [5]}.items()):
+        entries = pack.entries[built.config.text.ratio(source)]
+        values = []
+        for t in range(pack.tokens):
+            slots = visible(pack, entries, t)
+            if len(slots) <= 5:
+                continue
+            mass = {slot: 0.0 for slot in slots}
+            for layer in users:
+                q, window_kv, window_start, kv, indices, sink, scale = recorded[layer]
+                keys = torch.cat([window_kv[int(window_start[t]) : t + 1], kv[slots]])
+                p = torch.cat([q[t] @ keys.t() * scale, sink[:, None]], dim=1).softmax(-1).sum(0)
+                for slot, value in zip(slots, p[-1 - len(slots) : -1].tolist(), strict=True):
+                    mass[slot] += value
+            picked = [i for i in recorded[source][4][t].tolist() if i >= 0]
+            values.append(sum(mass[i] for i in picked) / sum(sorted(mass.values())[-5:]))
+        assert ours[number].item() == pytest.approx(sum(values) / len(values), abs=1e-5)
+        assert 0.1 < ours[number] < 0.999
+
+
+def test_recall_is_undefined_where_everything_is_selected() -> None:
+    ids = tokens(1, 5)
+    assert indexer_recall(tiny_model(), {"input_ids": ids, "labels": ids}).isnan().all()
