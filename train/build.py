@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ def build(config: Config) -> Run:
         vision=vision,
     )
     model = build_model(model_config, runtime=config.runtime, token_map=token_map, seed=config.seed, device=device)
+    freeze(config, model)
     optimizer = build_optimizer(config, model_config, model)
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return Run(config, device, tokenizer, model_config, model, optimizer, train_batches, valid_batches, notes)
@@ -89,14 +91,29 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
     return fitted, token_map, notes
 
 
+def freeze(config: Config, model: torch.nn.Module) -> None:
+    """Take what the configuration does not train out of the gradient, and so out of the optimizer."""
+    if not config.runtime.train_indexer:
+        for name, parameter in model.named_parameters():
+            if ".indexer." in name:
+                parameter.requires_grad_(False)
+
+
 def build_optimizer(config: Config, model_config: ModelConfig, model: torch.nn.Module) -> Optimizer:
     """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/recipe.py``)."""
     optim = config.optim
     if optim.rules == "report":
-        rules = report_rules(model_config, per_head=optim.per_head, tables=optim.tables)
+        rules = report_rules(
+            model_config, per_head=optim.per_head, tables=optim.tables, tables_lr_factor=optim.tables_lr_factor
+        )
     else:
         rules = adamw_rules(model_config)
-    return Optimizer(assign(model.named_parameters(), rules), optim.settings)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    rules = [
+        dataclasses.replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules
+    ]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Optimizer(assign(trained, rules), optim.settings)
 
 
 def _changed(section: str, before: Any, after: Any, keys: dict[str, Any]) -> list[str]:

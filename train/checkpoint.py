@@ -35,8 +35,8 @@ class State:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # real tokens trained on
     seconds: float = 0.0  # spent in training steps, over all restarts
-    first_valid: dict[str, float] | None = None  # evaluation before the first step
-    last_valid: dict[str, float] | None = None
+    first_valid: dict[str, Any] | None = None  # evaluation before the first step
+    last_valid: dict[str, Any] | None = None
     wandb_id: str | None = None
 
 

@@ -55,9 +55,11 @@ class OptimConfig:
     rules: Literal["adamw", "report"]  # the table in train/recipe.py
     per_head: bool  # report only: orthogonalise wq_b and the vision wqkv head by head
     tables: Literal["sinkhorn", "adamw"]  # report only: method of embedding, head and Engram tables
+    tables_lr_factor: Annotated[float, Field(gt=0)]  # report only: multiplies the tables' learning rate
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
     clip: Annotated[float, Field(gt=0)]  # global gradient norm
+    balance: Literal["separate", "shared", "off"]  # router biases follow each modality, the total, nothing
     balance_rate: Rate  # step of the router biases
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from model import indexer_recall
+from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train import checkpoint
 from train.build import Run
@@ -21,6 +23,7 @@ from train.metrics import Reporter, memory_gib
 
 Batch = dict[str, torch.Tensor]
 MODALITIES = ("text", "image")
+PROBE_TOKENS = 1024  # the recall of the indexers costs the square of this
 
 
 class NonFiniteError(RuntimeError):
@@ -58,27 +61,64 @@ def train_step(run: Run, batches: list[Batch], step: int, tokens: int) -> dict[s
     check_finite(sums["total"], norm, step + 1)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    update_router_biases_(model.balance_buffers(), sums["expert_load"], optim.balance_rate)
+    move_router_biases(run, sums["expert_load"])
     return {"lr": lr, "grad_norm": norm, "real": totals.real, **sums}
+
+
+def move_router_biases(run: Run, load: torch.Tensor) -> None:
+    """Move each modality's biases by its own load, both by the total (``shared``), or none.
+
+    ``load``: int64 [layers, 2, experts] of the whole step.
+    """
+    optim = run.config.optim
+    if optim.balance == "shared":
+        load = load.sum(1, keepdim=True).expand_as(load)
+    if optim.balance != "off":
+        update_router_biases_(run.model.balance_buffers(), load, optim.balance_rate)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, Any]:
-    """Cross-entropy on the held-out rows, in nats per token and bits per byte. Changes no state."""
+    """Cross-entropy on the held-out rows, in nats per token and bits per byte; how even their expert load is; and how
+    much of the true top-k attention mass the indexers find on the first of them. Changes no state.
+    """
     started = time.perf_counter()
-    nats, targets = 0.0, 0
-    for batch in run.valid_batches:
+    nats, targets, load, recall = 0.0, 0, 0, []
+    for number, batch in enumerate(run.valid_batches):
         batch = to_device(batch, run.device)
         with precision(run):
             losses = run.model.losses(**batch, totals=run.model.totals(**batch))
+            if number == 0:
+                recall = probe_recall(run, batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
+        load = load + losses.expert_load
     loss = nats / targets
     return {
         "loss": loss,
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
         "targets": targets,
+        "index_recall": recall,
+        "expert_load": _load_record(load),
         "seconds": time.perf_counter() - started,
     }
+
+
+def probe_recall(run: Run, batch: Batch) -> list[float | None]:
+    """``model.indexer_recall`` of every index source on the first documents of ``batch``, at most ``PROBE_TOKENS``;
+    None where no query sees more entries than the top-k.
+    """
+    lengths = batch["seq_lens"]
+    kept = torch.where(lengths.flatten().cumsum(0) <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
+    probe = {**batch, "seq_lens": kept}
+    if not kept.any():  # the first document alone is longer
+        if "pixel_values" in batch:
+            return []
+        kept[0, 0] = PROBE_TOKENS
+    if "pixel_values" in batch:
+        real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
+        grids = batch["image_grid_hws"][: ((batch["vision_token_types"] == IMAGE_START) & real).sum()]
+        probe.update(image_grid_hws=grids, pixel_values=batch["pixel_values"][: grids.prod(1).sum()])
+    return [None if math.isnan(value) else value for value in indexer_recall(run.model, probe).tolist()]
 
 
 def train(run: Run, state: State, report: Reporter) -> None:
@@ -223,7 +263,7 @@ def _load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _report_evaluation(run: Run, state: State, report: Reporter) -> dict[str, float]:
+def _report_evaluation(run: Run, state: State, report: Reporter) -> dict[str, Any]:
     result = evaluate(run)
     report.evaluation({"step": state.step, "tokens": state.tokens, **result})
     return result
