@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_model [--lengths 1024 2048 ...] [--threads 2] [--parts layer step]
 
-Rows: one Reuse layer (forward and backward) and one whole training step (forward, backward, AdamW) of conf/model/bench.yaml, batch 1,
-fp32. Every case runs in a process of its own, so that its peak memory is its own: resident memory above what the process
-held before the case. Ratios compare cases of this one run; nothing here is asserted.
+Rows: one Reuse layer (forward and backward) and one whole training step (forward, backward, AdamW) of
+conf/model/bench.yaml, batch 1, fp32. Every case runs in a process of its own, so that its peak memory is its own:
+resident memory above what the process held before the case. Ratios compare cases of this one run; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ def run_case(part: str, path: str, length: int, threads: int) -> dict[str, float
 def table(part: str, lengths: list[int], threads: int) -> None:
     title = {"layer": "One Reuse layer, forward and backward", "step": "One training step"}[part]
     print(f"\n{title}, {threads} thread{'s' * (threads > 1)} (ratio: against half the length)")
-    print(
-        f"{'S':>6} {'sparse s':>9} {'ratio':>6} {'tokens/s':>9} {'MiB':>7} {'ratio':>6} | {'dense s':>9} {'MiB':>7} {'dense/sparse':>13}"
-    )
+    head = f"{'S':>6} {'sparse s':>9} {'ratio':>6} {'tokens/s':>9} {'MiB':>7} {'ratio':>6} | "
+    print(head + f"{'dense s':>9} {'MiB':>7} {'dense/sparse':>13}")
     before = None
     for length in lengths:
         sparse = run_case(part, "sparse", length, threads)
@@ -136,7 +135,8 @@ def table(part: str, lengths: list[int], threads: int) -> None:
         if before is not None:
             ratios = [f"{sparse[k] / before[k]:.2f}" for k in ("seconds", "mib")]
         before = sparse
-        row = f"{length:>6} {sparse['seconds']:>9.3f} {ratios[0]:>6} {length / sparse['seconds']:>9.0f} {sparse['mib']:>7.0f} {ratios[1]:>6} | "
+        row = f"{length:>6} {sparse['seconds']:>9.3f} {ratios[0]:>6} {length / sparse['seconds']:>9.0f} "
+        row += f"{sparse['mib']:>7.0f} {ratios[1]:>6} | "
         if isinstance(dense, str):
             row += dense
         else:
