@@ -104,10 +104,14 @@ def build_optimizer(config: Config, model_config: ModelConfig, model: torch.nn.M
     optim = config.optim
     if optim.rules == "report":
         rules = report_rules(
-            model_config, per_head=optim.per_head, tables=optim.tables, tables_lr_factor=optim.tables_lr_factor
+            model_config,
+            per_head=optim.per_head,
+            tables=optim.tables,
+            tables_lr_factor=optim.tables_lr_factor,
+            engram_lr_factor=optim.engram_lr_factor,
         )
     else:
-        rules = adamw_rules(model_config)
+        rules = adamw_rules(model_config, engram_lr_factor=optim.engram_lr_factor)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     rules = [
         dataclasses.replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules

@@ -56,6 +56,7 @@ class OptimConfig:
     per_head: bool  # report only: orthogonalise wq_b and the vision wqkv head by head
     tables: Literal["sinkhorn", "adamw"]  # report only: method of embedding, head and Engram tables
     tables_lr_factor: Annotated[float, Field(gt=0)]  # report only: multiplies the tables' learning rate
+    engram_lr_factor: Annotated[float, Field(gt=0)]  # the Engram tables' own factor
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
     clip: Annotated[float, Field(gt=0)]  # global gradient norm

@@ -31,13 +31,15 @@ def report_rules(
     per_head: bool = True,
     tables: Literal["sinkhorn", "adamw"] = "sinkhorn",
     tables_lr_factor: float = 1.0,
+    engram_lr_factor: float = ENGRAM_LR_FACTOR,
 ) -> list[Rule]:
     """The report's rules for a model of this configuration.
 
     Three switches serve comparisons. `per_head=False` orthogonalises wq_b, indexer.wq_b and the vision Q and K whole
     instead of head by head. `tables="adamw"` trains embedding, head and Engram tables by AdamW, with the same
     learning-rate factors and no decay; `tables_lr_factor` multiplies these, for the two methods' updates differ in size
-    (Sinkhorn's has a root mean square of 0.18, AdamW's is near 1). Raises ValueError for another value of `tables`.
+    (Sinkhorn's has a root mean square of 0.18, AdamW's is near 1). `engram_lr_factor` is the Engram tables' own. Raises
+    ValueError for another value of `tables`.
     """
     if tables not in ("sinkhorn", "adamw"):
         raise ValueError(f"tables: must be 'sinkhorn' or 'adamw', got {tables!r}")
@@ -52,16 +54,17 @@ def report_rules(
     ]
     if config.text.engram_layer_ids:
         rules += [
-            Rule(LAYER + r"engram\.embed\.weight", tables, lr_factor=ENGRAM_LR_FACTOR * tables_lr_factor),
+            Rule(LAYER + r"engram\.embed\.weight", tables, lr_factor=engram_lr_factor * tables_lr_factor),
             Rule(LAYER + r"engram\.wkv\.weight", "muon", weight_decay=WEIGHT_DECAY),
             Rule(LAYER + r"engram\.[qk]_weight", "adamw", weight_decay=WEIGHT_DECAY),
         ]
     return rules + _vision_rules(config, per_head)
 
 
-def adamw_rules(config: ModelConfig) -> list[Rule]:
+def adamw_rules(config: ModelConfig, *, engram_lr_factor: float = ENGRAM_LR_FACTOR) -> list[Rule]:
     """AdamW for every parameter, with the report's decay, rate factors and schedules: only the method differs."""
-    return [replace(rule, method="adamw", blocks=None) for rule in report_rules(config)]
+    rules = report_rules(config, engram_lr_factor=engram_lr_factor)
+    return [replace(rule, method="adamw", blocks=None) for rule in rules]
 
 
 def _attention_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
