@@ -79,13 +79,13 @@ def select(
     for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
         rows = slice(start, stop)
         scores = _scores(query.q[rows], query.weights[rows], keys[low:high], scratch)
-        slot = torch.arange(low, high, device=keys.device)
-        unseen = (slot < entries.visible_from[rows, None]) | (slot >= entries.visible_to[rows, None])
-        scores.add_((slot - low) * TIE_BREAK).masked_fill_(unseen, float("-inf"))
+        scores.add_(torch.arange(high - low, device=keys.device) * TIE_BREAK)
+        _hide_unseen_(scores, entries, start, stop, low)
+        peaks = scores.unflatten(1, (-1, block)).amax(-1)  # best score of each block
+        topk_indices[rows, : min(topk, high - low)] = _best(scores, peaks, topk, low, block)
         if restrict:
-            kept = _best_blocks(scores, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
+            kept = _best_blocks(peaks, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
             candidates[rows, : kept.shape[1]] = kept
-        topk_indices[rows, : min(topk, high - low)] = _best(scores, topk, low)
     return topk_indices, candidates
 
 
@@ -143,19 +143,41 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tenso
     return scratch.bmm("scores", weights[:, None, :], dots.float().relu_()).squeeze(1)
 
 
-def _best_blocks(scores: Tensor, visible_from: Tensor, visible_to: Tensor, low: int, block: int, pool: int) -> Tensor:
-    """Candidate blocks of a chunk: int32 [C, min(pool, blocks in range)], -1 where fewer are reachable."""
-    best = scores.unflatten(1, (-1, block)).amax(-1)
+def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: int) -> None:
+    """Set the scores of a chunk's invisible entries to -inf. Inside one document only the newest can be hidden."""
+    first = low
+    if entries.host_from[start] == entries.host_from[stop - 1]:
+        first = int(entries.host_to[start])
+    slot = torch.arange(first, low + scores.shape[1], device=scores.device)
+    rows = slice(start, stop)
+    unseen = (slot < entries.visible_from[rows, None]) | (slot >= entries.visible_to[rows, None])
+    scores[:, first - low :].masked_fill_(unseen, float("-inf"))
+
+
+def _best_blocks(peaks: Tensor, visible_from: Tensor, visible_to: Tensor, low: int, block: int, pool: int) -> Tensor:
+    """Candidate blocks of a chunk: int32 [C, min(pool, blocks in range)], -1 where fewer are reachable. Overwrites
+    peaks [C, blocks].
+    """
     newest = ((visible_to - 1).clamp(min=low) - low) // block
     sees = visible_to > visible_from
-    best.scatter_(1, newest[:, None], torch.where(sees, float("inf"), float("-inf"))[:, None])
-    top = best.topk(min(pool, best.shape[1]), dim=-1)
+    peaks.scatter_(1, newest[:, None], torch.where(sees, float("inf"), float("-inf"))[:, None])
+    top = peaks.topk(min(pool, peaks.shape[1]), dim=-1)
     return (top.indices + low // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
 
 
-def _best(scores: Tensor, topk: int, low: int) -> Tensor:
+def _best(scores: Tensor, peaks: Tensor, topk: int, low: int, block: int) -> Tensor:
+    """Slots of the best entries, int32 [C, min(topk, n)], -1 where fewer are visible.
+
+    The best k entries lie in the k blocks with the highest peaks, so that only those blocks' entries are sorted.
+    """
+    place = None
+    if peaks.shape[1] > 2 * topk:
+        blocks = peaks.topk(topk, dim=-1).indices
+        place = (blocks[:, :, None] * block + torch.arange(block, device=scores.device)).flatten(1)
+        scores = scores.gather(1, place)
     best = scores.topk(min(topk, scores.shape[1]), dim=-1)
-    return (best.indices + low).masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
+    slots = best.indices if place is None else place.gather(1, best.indices)
+    return (slots + low).masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
 
 
 class Lesson(NamedTuple):
