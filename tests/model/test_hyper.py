@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import tiny_config, tiny_model, tokens
 from torch import Tensor
 
+import model.backbone
 from model.hyper import HyperConnection, collapse, expand, sinkhorn
 
 EPS = 1e-6
@@ -96,3 +97,16 @@ def test_coefficients_stay_fp32(autocast: bool) -> None:
     assert {t.dtype for t in mix} == {torch.float32} and out.dtype == torch.bfloat16
     for a, b in zip(mix, hc(streams.float()), strict=True):
         assert torch.equal(a, b)
+
+
+def test_sublayers_read_with_the_mix_of_the_sublayer_before(monkeypatch) -> None:
+    """The very first reads stream 0 alone; each later one, and the final norm, the previous sublayer's `pre`."""
+    built, read, made = tiny_model(), [], []
+    plain = model.backbone.collapse
+    monkeypatch.setattr(model.backbone, "collapse", lambda x, pre: (read.append(pre), plain(x, pre))[1])
+    for layer in built.layers:
+        for hc in (layer.hc_attn, layer.hc_ffn):
+            hc.register_forward_hook(lambda module, args, mix: made.append(mix.pre))
+    built(tokens(1, 3))
+    assert read[0].tolist() == [[1.0, 0.0, 0.0, 0.0]] * 3
+    assert len(read) == 13 and all(torch.equal(a, b) for a, b in zip(read[1:], made, strict=True))

@@ -361,3 +361,14 @@ def test_recall_against_plain_dense_attention(attention: str, monkeypatch) -> No
 def test_recall_is_undefined_where_everything_is_selected() -> None:
     ids = tokens(1, 5)
     assert indexer_recall(tiny_model(), {"input_ids": ids, "labels": ids}).isnan().all()
+
+
+def test_a_new_full_layer_is_not_bound_by_older_candidates() -> None:
+    """Candidates are blocks of one Full layer's entries (our choice: they end where another one begins)."""
+    built = tiny_model(kv_source_layer_ids=[1, 3, 5])
+    ids = tokens(1, 40)
+    _, trace = traced(built, {"input_ids": ids})
+    assert trace.blocks[4].shared.candidates is not None and trace.blocks[5].shared.candidates is None
+    built.runtime = dataclasses.replace(built.runtime, candidate_pool=False)
+    _, free = traced(built, {"input_ids": ids})
+    assert torch.equal(trace.blocks[5].shared.topk_indices, free.blocks[5].shared.topk_indices)
