@@ -130,21 +130,32 @@ class _Expand(torch.autograd.Function):
     def forward(ctx, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         ctx.save_for_backward(streams, y, post, comb)
         out = torch.empty_like(streams)
-        for j in range(streams.shape[1]):
-            _weighted_sum(streams, comb[:, :, j], out[:, j], (y, post[:, j : j + 1]))
+        for rows in _cache_sized(streams):
+            for j in range(streams.shape[1]):
+                term = (y[rows], post[rows, j : j + 1])
+                _weighted_sum(streams[rows], comb[rows, :, j], out[rows, j], term)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         streams, y, post, comb = ctx.saved_tensors
-        d_streams = torch.empty_like(streams)
-        for i in range(streams.shape[1]):
-            _weighted_sum(grad, comb[:, i, :], d_streams[:, i])
-        wide = grad.float()
-        d_y = _weighted_sum(grad, post, torch.empty_like(y))
-        d_post = torch.bmm(wide, y.float()[:, :, None]).squeeze(-1)
-        d_comb = torch.bmm(streams.float(), wide.transpose(1, 2))
+        d_streams, d_y = torch.empty_like(streams), torch.empty_like(y)
+        d_post, d_comb = torch.empty_like(post), torch.empty_like(comb)
+        for rows in _cache_sized(streams):
+            for i in range(streams.shape[1]):
+                _weighted_sum(grad[rows], comb[rows, i, :], d_streams[rows, i])
+            _weighted_sum(grad[rows], post[rows], d_y[rows])
+            wide = grad[rows].float()
+            d_post[rows] = torch.bmm(wide, y[rows].float()[:, :, None]).squeeze(-1)
+            d_comb[rows] = torch.bmm(streams[rows].float(), wide.transpose(1, 2))
         return d_streams, d_y, d_post, d_comb
+
+
+def _cache_sized(streams: Tensor):
+    """Row ranges whose streams stay in a CPU core's cache over several passes; everything at once elsewhere."""
+    tokens = streams.shape[0]
+    step = max(1, 2**18 // streams[0].numel()) if streams.device.type == "cpu" else max(1, tokens)
+    return (slice(start, start + step) for start in range(0, tokens, step))
 
 
 def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor, term: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -153,7 +164,7 @@ def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor, term: tuple[Tensor, T
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     torch.mul(x[:, 0], weights[:, 0:1], out=total)
     for i in range(1, x.shape[1]):
-        total.addcmul_(x[:, i], weights[:, i : i + 1])
+        total.addcmul_(x[:, i].float(), weights[:, i : i + 1])
     if term is not None:
-        total.addcmul_(*term)
+        total.addcmul_(term[0].float(), term[1])
     return out if total is out else out.copy_(total)
