@@ -1,0 +1,62 @@
+"""The optimizer's share of a training step at the demo size. Run `python tests/bench/bench_step.py`.
+
+Real text, the demo's configuration, both rule tables in turn; the share is a ratio of times of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+
+import torch
+from bench_optim import optimizer_share
+from hydra import compose, initialize_config_dir
+
+from train.build import Run, build
+from train.config import CONF_DIR, open_overrides, parse
+from train.loop import to_device, train_step
+
+
+def demo_run(rules: str, folder: str) -> Run:
+    overrides = ["experiment=demo", f"optim={rules}", f"output={folder}"]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return build(parse(compose("train", overrides=open_overrides(overrides))))
+
+
+def time_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of the optimizer's call and of the whole step, for `steps` steps after two that warm up."""
+    inner, whole = [], []
+    update = run.optimizer.step
+
+    def timed() -> None:
+        started = time.perf_counter()
+        update()
+        inner.append(time.perf_counter() - started)
+
+    run.optimizer.step = timed
+    batches = iter(run.train_batches)
+    for step in range(steps + 2):
+        started = time.perf_counter()
+        train_step(run, [to_device(next(batches), run.device)], step, 0)
+        whole.append(time.perf_counter() - started)
+    return inner[2:], whole[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for rules in ("report", "adamw"):
+            run = demo_run(rules, folder)
+            inner, whole = time_steps(run, arguments.steps)
+            tokens = run.config.task.seq_len * run.config.task.micro_batch
+            print(
+                f"demo step of {tokens} tokens, optim={rules}, {run.device.type}, {torch.get_num_threads()} threads: "
+                f"{min(whole):.3f} s, optimizer {min(inner):.3f} s, share {optimizer_share(inner, whole):.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()
