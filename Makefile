@@ -1,4 +1,4 @@
-# make train | test | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
+# make train | studies | test | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
 # Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
 
 VENV  := .venv
@@ -7,10 +7,12 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test bench lint clean
+STUDIES = optimizers methods indexer balance qat
+.PHONY: help install train studies $(STUDIES:%=study-%) test bench lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
+	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
 	@echo "make bench   print the benchmark tables"
 	@echo "make lint    check the style"
@@ -18,6 +20,11 @@ help:
 
 train: install
 	@$(PY) -m train task=pretrain experiment=demo $(ARGS)
+
+studies: $(STUDIES:%=study-%)
+
+$(STUDIES:%=study-%): study-%: install
+	@$(PY) -m train.study $* $(ARGS)
 
 test: install
 	@$(PY) -m pytest -m "not slow" $(ARGS)

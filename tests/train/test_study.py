@@ -1,0 +1,203 @@
+"""A study of two arms and two seeds, run for real; what is asked again, what fails, and how a table is judged."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from train.config import CONF_DIR, ConfigError
+from train.study import (
+    Arm,
+    Claim,
+    Measure,
+    Runner,
+    Study,
+    StudyError,
+    Tune,
+    judge,
+    markdown,
+    read_state,
+    read_study,
+    value_of,
+)
+
+SHIPPED = sorted(path.stem for path in (CONF_DIR / "study").glob("*.yaml"))
+
+
+def small(arms: dict[str, Arm], **changes) -> Study:
+    settings = {
+        "title": "A small study",
+        "experiment": "study",
+        "seeds": [0, 1],
+        "arms": arms,
+        "measures": {
+            "loss": Measure("loss"),
+            "cost": Measure("plain.loss - loss"),
+            "recall": Measure("index_recall", 2),
+        },
+        "evaluations": {"plain": ["runtime.kv_quant=false"], "same": []},
+        "claims": [Claim("fast learns more", "loss", "fast", "slow", "lower")],
+    }
+    return Study(**{**settings, **changes})
+
+
+SLOW = Arm(["optim.schedule.peak=1.0e-6"])
+FAST = Arm([], Tune("optim.schedule.peak", [1.0e-5, 1.0e-2]))
+
+
+@pytest.fixture(scope="module")
+def tiny(overrides: list[str]) -> list[str]:
+    return [*overrides, "task.tokens=900", "data.validation_rows=2", "optim.schedule.floor=0.0"]
+
+
+@pytest.fixture(scope="module")
+def done(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Where the study ran, and its result."""
+    output = tmp_path_factory.mktemp("study")
+    return output, Runner(small({"slow": SLOW, "fast": FAST}), output, tiny, 2).run()
+
+
+def test_every_arm_and_seed_is_an_ordinary_run(done) -> None:
+    output, result = done
+    names = {path.name for path in (output / "study").iterdir()}
+    assert names == {"peak-1e-06-seed0", "peak-1e-06-seed1", "peak-1e-05-seed0", "base-seed0", "base-seed1"}
+    for name in names:
+        record = json.loads((output / "study" / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert record["kind"] == "valid" and record["tokens"] >= 900
+    for arm in result["arms"].values():
+        assert set(arm["seeds"]) == {"0", "1"}
+        for numbers in arm["seeds"].values():
+            assert numbers["tokens"] >= 900 and numbers["cpu_seconds"] > numbers["seconds"] * 0.1 > 0
+
+
+def test_a_tuned_arm_takes_the_best_value_of_the_first_seed(done) -> None:
+    output, result = done
+    losses = result["tuning"]["fast"]
+    assert losses["0.01"] < losses["1e-05"]
+    assert result["arms"]["fast"]["tuned"] == {"optim.schedule.peak": 0.01}
+    assert result["arms"]["fast"]["seeds"]["0"]["loss"] == losses["0.01"]
+    assert any("edge" in note for note in result["notes"])
+
+
+def test_the_table_says_what_the_runs_say(done) -> None:
+    output, result = done
+    records = [
+        json.loads((output / "study" / f"base-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1])
+        for seed in (0, 1)
+    ]
+    mean = (records[0]["loss"] + records[1]["loss"]) / 2
+    assert result["arms"]["fast"]["mean"]["loss"] == pytest.approx(mean)
+    text = markdown(small({"slow": SLOW, "fast": FAST}), result)
+    assert f"{mean:.4f} ({records[0]['loss']:.4f} {records[1]['loss']:.4f})" in text
+    assert "| fast learns more | loss | fast - slow |" in text and "2 of 2 seeds | holds |" in text
+
+
+def test_evaluations_use_the_final_weights(done) -> None:
+    output, result = done
+    run = output / "study" / "base-seed0"
+    same, plain = (json.loads((run / f"evaluation-{name}.json").read_text()) for name in ("same", "plain"))
+    assert same["loss"] == result["arms"]["fast"]["seeds"]["0"]["loss"] != plain["loss"]
+    assert result["arms"]["fast"]["seeds"]["0"]["cost"] == plain["loss"] - same["loss"]
+
+
+def test_finished_runs_are_not_repeated(done, tiny: list[str], monkeypatch) -> None:
+    output, result = done
+
+    def forbidden(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", forbidden)
+    assert Runner(small({"slow": SLOW, "fast": FAST}), output, tiny, 2).run() == result
+
+
+def test_runs_of_other_settings_are_refused(done, tiny: list[str]) -> None:
+    output, _ = done
+    with pytest.raises(StudyError, match=r"peak-1e-06-seed0.*task.tokens: 900 there, 800 now.*Remove it"):
+        Runner(small({"slow": SLOW}, claims=[]), output, [*tiny, "task.tokens=800"], 2).run()
+
+
+def test_a_failing_arm_is_named_and_the_others_are_kept(done, tiny: list[str], tmp_path: Path) -> None:
+    output, _ = done
+    arms = {"slow": SLOW, "broken": Arm([f"data.paths=[{tmp_path}/missing]"])}
+    with pytest.raises(StudyError) as caught:
+        Runner(small(arms, claims=[], seeds=[0]), output, tiny, 2).run()
+    text = str(caught.value)
+    assert "1 of 1 runs failed" in text and "broken, seed 0" in text and "missing" in text and "slow" not in text
+    assert (output / "study" / "peak-1e-06-seed0" / "checkpoints").is_dir()
+
+
+def test_a_wrong_setting_is_found_before_anything_runs(tiny: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="optim.clip"):
+        Runner(small({"slow": Arm(["optim.clip=-1"]), "fast": SLOW}), tmp_path, tiny, 2).run()
+    assert not any(tmp_path.iterdir())
+
+
+def one_run(output: Path, extra: list[str]) -> Runner:
+    arms = {"base": Arm([])}
+    return Runner(
+        small(arms, claims=[], seeds=[0], evaluations={}, measures={"loss": Measure("loss")}), output, extra, 1
+    )
+
+
+def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
+    """Ctrl-C stops the runs after their step with their state saved; the same study continues them."""
+    extra = [*tiny, "task.tokens=4000", "checkpoint.every=1000"]
+    code = (
+        "import sys; from tests.train.test_study import Path, one_run; one_run(Path(sys.argv[1]), sys.argv[2:]).run()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), *extra], stderr=subprocess.DEVNULL)
+    run = tmp_path / "study" / "base-seed0"
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert 0 < read_state(run)["tokens"] < 4000
+    result = one_run(tmp_path, extra).run()
+    assert result["arms"]["base"]["mean"]["tokens"] >= 4000
+    assert "continuing from" in (run / "train.log").read_text()
+
+
+def test_a_claim_holds_only_beyond_its_margin_and_in_every_seed() -> None:
+    def runs(a: list[float], b: list[float]) -> dict:
+        return {"a": dict(enumerate({"m": v} for v in a)), "b": dict(enumerate({"m": v} for v in b))}
+
+    lower, higher = (Claim("", "m", "a", "b", side) for side in ("lower", "higher"))
+    assert judge(lower, runs([1.0, 2.0], [1.5, 2.5]))["holds"]
+    assert not judge(higher, runs([1.0, 2.0], [1.5, 2.5]))["holds"]
+    mixed = judge(lower, runs([1.0, 3.0], [2.0, 2.5]))
+    assert not mixed["holds"] and mixed["right_in"] == 1 and mixed["mean"] == pytest.approx(-0.25)
+    assert judge(Claim("", "m", "a", "b", "lower", seeds="mean"), runs([1.0, 3.0], [2.0, 2.5]))["holds"]
+    assert not judge(lower, runs([1.0], [1.0]))["holds"]
+    by_20 = Claim("", "m", "a", "b", "higher", margin=0.2)
+    assert judge(by_20, runs([0.9], [0.6]))["holds"] and not judge(by_20, runs([0.9], [0.75]))["holds"]
+
+
+def test_a_measure_reads_means_and_differences() -> None:
+    record = {"loss": 2.0, "load": {"text": [1.0, None, 3.0]}, "other": {"loss": 2.5}}
+    assert value_of(record, "load.text") == 2.0
+    assert value_of(record, "other.loss - loss") == 0.5
+    with pytest.raises(StudyError, match="no 'image', only text"):
+        value_of(record, "load.image")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_study_composes(name: str, tmp_path: Path) -> None:
+    shipped = read_study(name)
+    assert len(shipped.seeds) == 3 and shipped.claims
+    runner = Runner(shipped, tmp_path, [], 2)
+    jobs = [runner.job(arm, (s.tune.values[0] if s.tune else None), 0) for arm, s in shipped.arms.items()]
+    assert len({job.config.run_dir for job in jobs}) == len(jobs)  # arms really differ
+
+
+def test_mistakes_in_a_study_are_named() -> None:
+    with pytest.raises(StudyError, match="known are .*indexer"):
+        read_study("missing")
+    with pytest.raises(ValueError, match=r"claims.0.than: 'slwo' is not among fast"):
+        small({"fast": SLOW}, claims=[Claim("", "loss", "fast", "slwo", "lower")])
