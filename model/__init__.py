@@ -1,7 +1,7 @@
 """The V4.1 model: configuration, backbone, checkpoints. Start reading in `backbone.py`."""
 
 from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
-from model.checkpoint import load_pretrained, load_weights, save_pretrained
+from model.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Totals",
     "VisionConfig",
     "build_model",
+    "convert_checkpoint",
     "indexer_recall",
     "load_pretrained",
     "load_weights",

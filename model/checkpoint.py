@@ -1,7 +1,12 @@
-"""Checkpoints in the released layout: names, shards, index.
+"""Checkpoints in the released layout: names, quantised and plain folders, conversion between them.
 
 Our parameter names are the released ones except that a layer's experts are stacked and an mHC mix is a submodule.
-Reading is strict: a missing, extra or mis-shaped tensor is named before anything is used.
+Reading is strict: a missing, extra, mis-shaped or mis-typed tensor is named before anything is used. Reading and
+writing go block by block: beside the model, memory holds a few blocks and one tensor's scales.
+
+Released -> ours -> released gives back the bytes of every quantised weight that was not changed. The values alone do
+not determine the scales they were stored with (see `quantize.pack`), so these are kept: in `model.released_scales`,
+and in plain folders beside the weights (`SCALES`).
 """
 
 from __future__ import annotations
@@ -11,23 +16,44 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.backbone import DeepseekV41, allocate_model
 from model.config import ModelConfig, Runtime
 from model.engram import build_token_map
+from model.quantize import FP4_ROWS, Packing
+from model.released import (
+    PLAIN,
+    QUANTIZATION,
+    SPELLED,
+    Header,
+    Shards,
+    Source,
+    Stored,
+    file_headers,
+    is_quantised,
+    packed,
+    packing_of,
+    read_headers,
+    row_blocks,
+    scale_name,
+    write_file,
+    write_shards,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out of other programs' *.safetensors
+SHARD_BYTES = 4 * 2**30
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 _MIX = re.compile(r"(.*)\.hc_(attn|ffn)\.(fn|base|scale)")
+_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 def released_names(name: str, shape: torch.Size) -> list[str]:
@@ -45,11 +71,11 @@ def load_pretrained(
     device: str | torch.device = "cpu",
     runtime: Runtime | None = None,
 ) -> DeepseekV41:
-    """Load a checkpoint folder: config.json, safetensors in the released names (bf16 or fp32), tokenizer.json if it
-    has Engram layers.
+    """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
+    tokenizer.json if it has Engram layers.
 
-    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra or mis-shaped tensor.
-    Drafter tensors (`mtp.*`) are left out: the drafter is not part of this model.
+    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
+    tensor. Drafter tensors (`mtp.*`) are left out: the drafter is not part of this model.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
@@ -63,26 +89,23 @@ def load_pretrained(
 
 @torch.no_grad()
 def load_weights(model: DeepseekV41, folder: str | Path) -> None:
-    """Copy a folder's tensors into `model`, one at a time. Nothing is copied unless names and shapes agree
-    completely.
+    """Copy a folder's tensors into `model`, block by block. Nothing is copied unless names, shapes and types agree
+    completely. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32 entries).
     """
-    files = _tensor_files(Path(folder))
-    targets = {}
-    for name, tensor in _state(model):
-        names = released_names(name, tensor.shape)
-        parts = tensor.unbind(0) if len(names) > 1 or _STACKED.fullmatch(name) else [tensor]
-        targets.update(zip(names, parts, strict=True))
-    problems = [f"missing: {name} {list(t.shape)}" for name, t in targets.items() if name not in files]
-    problems += [f"extra: {name}" for name in files if name not in targets and not name.startswith("mtp.")]
-    problems += _shape_problems(files, targets)
-    if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise ValueError(f"{folder} does not hold this model:\n  {shown}")
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():
-                if name in targets:
-                    targets[name].copy_(shard.get_tensor(name))
+    targets = dict(_parts(model))
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    with open_checkpoint(folder, ModelConfig.load(folder), shapes) as sources:
+        kept = {}
+        for source in sources:
+            if source.name not in targets:
+                continue
+            target, row = targets[source.name], 0
+            for block in source.blocks():
+                target[row : row + len(block)].copy_(block)
+                row += len(block)
+            if source.kept is not None:
+                kept[source.name] = source.kept().clone()
+        model.released_scales = kept
 
 
 def save_pretrained(
@@ -90,21 +113,199 @@ def save_pretrained(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 4 * 2**30,
+    shard_bytes: int = SHARD_BYTES,
+    format: Literal["plain", "released"] = "plain",
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
 
-    `dtype` casts matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing
-    folder is replaced.
+    `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
+    matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
+    replaced. Raises ValueError for a weight that cannot be quantised: a value is not finite.
+    """
+    kept = getattr(model, "released_scales", {})
+
+    def source(name: str, tensor: Tensor) -> Source:
+        scales = kept.get(name)
+        blocks = partial(_blocks, tensor)
+        return Source(name, tuple(tensor.shape), tensor.dtype, blocks, None if scales is None else lambda: scales)
+
+    sources = [source(name, tensor) for name, tensor in _parts(model)]
+    with _whole_folder(Path(folder)) as work:
+        _write(work, sources, model.config, format, dtype, shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save(str(work / "tokenizer.json"))
+
+
+def convert_checkpoint(
+    src: str | Path, dst: str | Path, format: Literal["bf16", "released"], shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
+
+    "bf16" unpacks quantised weights (the rest stays as stored), and casts the matrices of a folder that was never
+    quantised. "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's
+    files. Raises what `load_pretrained` raises; ValueError if `dst` exists.
+    """
+    src, dst = Path(src), Path(dst)
+    if format not in ("bf16", "released"):
+        raise ValueError(f"format: {format!r} is unknown, allowed are 'bf16' and 'released'")
+    if dst.exists():
+        raise ValueError(f"{dst} exists already; name a new folder")
+    config = ModelConfig.load(src)
+    skeleton = allocate_model(config, None, None, "meta", torch.float32)
+    shapes = {name: tuple(part.shape) for name, part in _parts(skeleton)}
+    with open_checkpoint(src, config, shapes) as sources, _whole_folder(dst) as work:
+        released_before = any(source.kept is not None for source in sources)
+        dtype = torch.bfloat16 if format == "bf16" and not released_before else None
+        total = _write(work, sources, config, "released" if format == "released" else "plain", dtype, shard_bytes)
+        for name in _COMPANIONS:
+            if (src / name).is_file():
+                shutil.copyfile(src / name, work / name)
+    return total
+
+
+@contextmanager
+def open_checkpoint(
+    folder: str | Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> Iterator[list[Source]]:
+    """The tensors of a folder in the order of its files, checked as a whole against the model's tensors: released
+    name -> shape. Drafter tensors (`mtp.*`) are among them. Raises what `load_pretrained` raises.
     """
     folder = Path(folder)
+    try:
+        quantised = is_quantised(config.to_dict())
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    headers = read_headers(folder)
+    drafter = _drafter_shapes(headers)
+    packings = {name: packing_of(name) for name in shapes} if quantised else {}
+    packings |= {name: packing_of(name) for name in drafter if headers[name].dtype not in PLAIN}
+    scales = file_headers(folder / SCALES) if (folder / SCALES).is_file() else {}
+    problems = _problems(headers, shapes | drafter, packings, quantised) + _scale_problems(scales, shapes | drafter)
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise ValueError(f"{folder} does not hold this model:\n  {shown}")
+    with Shards(headers) as shards, Shards(scales) as kept:
+        sources = []
+        for name in headers:
+            if name not in shapes and name not in drafter:  # scales
+                continue
+            if packing := packings.get(name):
+                sources.append(shards.quantised(name, packing))
+            elif scale_name(name) in scales and not quantised:
+                sources.append(shards.plain(name)._replace(kept=partial(kept.read, scale_name(name))))
+            else:
+                sources.append(shards.plain(name))
+        yield sources
+
+
+def _problems(
+    headers: dict[str, Header],
+    shapes: dict[str, tuple[int, ...]],
+    packings: dict[str, Packing | None],
+    quantised: bool,
+) -> list[str]:
+    """Every tensor that is missing, extra, mis-shaped or mis-typed."""
+    problems, expected = [], set()
+    for name, shape in shapes.items():
+        packing = packings.get(name)
+        parts = [(name, shape, PLAIN)]
+        if packing is not None:
+            try:
+                codes = packing.codes_shape(*shape)
+            except (ValueError, TypeError):  # odd columns; no matrix at all (a drafter's)
+                problems.append(f"shape: {name} is {list(shape)}, which cannot be a quantised weight")
+                continue
+            parts = [
+                (name, codes, (SPELLED[packing.codes],)),
+                (scale_name(name), packing.scale_shape(*shape), (SPELLED[torch.float8_e8m0fnu],)),
+            ]
+        for part, wanted, types in parts:
+            expected.add(part)
+            if part not in headers:
+                problems.append(f"missing: {part} {list(wanted)}")
+                continue
+            _, dtype, found = headers[part]
+            if found != wanted:
+                problems.append(f"shape: {part} is {list(found)}, must be {list(wanted)}")
+            if dtype not in types:
+                why = ""
+                if packing_of(name) is not None and not name.startswith("mtp."):
+                    why = f" (config.json has {'a' if quantised else 'no'} quantization_config)"
+                allowed = " or ".join(", ".join(types).rsplit(", ", 1))
+                problems.append(f"type: {part} is {dtype}, must be {allowed}{why}")
+    for name in headers:
+        if name in expected:
+            continue
+        weight = name.removesuffix(".scale") + ".weight"
+        lone = name.endswith(".scale") and weight not in headers
+        problems.append(f"scale without weight: {name}" if lone else f"extra: {name}")
+    return problems
+
+
+def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the drafter's tensors, taken from the file itself: this model does not know them."""
+    shapes = {}
+    for name, header in headers.items():
+        if name.startswith("mtp.") and not name.endswith(".scale"):
+            shapes[name] = header.shape
+            if packing_of(name) == FP4_ROWS and header.dtype == "I8":
+                shapes[name] = (*header.shape[:-1], 2 * header.shape[-1])
+    return shapes
+
+
+def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """What is wrong with the kept scales of a plain folder."""
+    problems = []
+    weights = {scale_name(name): name for name, shape in shapes.items() if packing_of(name) and len(shape) == 2}
+    for name, (_, dtype, found) in scales.items():
+        if name not in weights:
+            problems.append(f"scale without weight: {name} in {SCALES}")
+            continue
+        wanted = packing_of(weights[name]).scale_shape(*shapes[weights[name]])
+        if found != wanted or dtype != SPELLED[torch.float8_e8m0fnu]:
+            problems.append(f"shape: {name} in {SCALES} is {dtype} {list(found)}, must be F8_E8M0 {list(wanted)}")
+    return problems
+
+
+def _write(
+    folder: Path,
+    sources: Iterable[Source],
+    config: ModelConfig,
+    format: str,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> int:
+    if format not in ("plain", "released"):
+        raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
+    bundles, kept = [], []
+    for source in sources:
+        packing = packing_of(source.name)
+        if format == "released" and packing is not None:
+            bundles.append(packed(source, packing))
+            continue
+        keep = dtype is None or len(source.shape) < 2 or ".hc_" in source.name
+        bundles.append([Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks)])
+        if source.kept is not None and packing is not None:
+            shape = packing.scale_shape(*source.shape)
+            kept.append(Stored(scale_name(source.name), shape, torch.float8_e8m0fnu, lambda s=source: iter([s.kept()])))
+    total = write_shards(folder, bundles, shard_bytes)
+    if kept:
+        write_file(folder / SCALES, kept)
+    raw = config.to_dict()
+    quantization = raw.pop("quantization_config", None) or QUANTIZATION
+    if format == "released":
+        raw["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` once the block ends well and else disappears."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write(model, work, dtype, shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save(str(work / "tokenizer.json"))
-        (work / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        yield work
         os.chmod(work, 0o755)
         if folder.exists():
             old = work.with_name(work.name + "-old")
@@ -118,92 +319,16 @@ def save_pretrained(
         raise
 
 
-def _write(model: DeepseekV41, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    held = total = 0
-
-    def flush() -> None:
-        nonlocal pending, held
-        if pending:
-            save_file(pending, folder / f"part-{len(shards):05d}", metadata={"format": "pt"})
-            shards.append(list(pending))
-            pending, held = {}, 0
-
-    for name, tensor in _released_tensors(model, dtype):
-        size = tensor.numel() * tensor.element_size()
-        if held + size > shard_bytes:
-            flush()
-        pending[name] = tensor
-        held += size
-        total += size
-    flush()
-    if len(shards) == 1:
-        (folder / "part-00000").rename(folder / SINGLE)
-        return
-    where = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{number:05d}").rename(folder / file)
-        where.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    for rows in row_blocks(tuple(tensor.shape)):
+        yield tensor[rows].detach()
 
 
-def _released_tensors(model: DeepseekV41, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _state(model):
-        keep = dtype is None or tensor.dim() < 2 or ".hc_" in name
-        tensor = tensor.detach() if keep else tensor.detach().to(dtype)
-        names = released_names(name, tensor.shape)
-        parts = tensor.unbind(0) if _STACKED.fullmatch(name) else [tensor]
-        for released, part in zip(names, parts, strict=True):
-            yield released, part.contiguous().cpu().clone()
-
-
-def _state(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
-    return iter(model.state_dict(keep_vars=True).items())
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file that holds it, from the index or the single file, checked against the files' own headers."""
-    index = folder / INDEX
-    if index.is_file():
-        listed = {
-            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-        paths = sorted(set(listed.values()))
-    elif (folder / SINGLE).is_file():
-        listed, paths = None, [folder / SINGLE]
-    else:
-        raise FileNotFoundError(f"{folder} holds neither {INDEX} nor {SINGLE}")
-    found: dict[str, Path] = {}
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{index} names {path.name}, which does not exist")
-        try:
-            with safe_open(path, framework="pt") as shard:
-                found.update(dict.fromkeys(shard.keys(), path))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no complete safetensors file: {error}") from None
-    for name in listed or ():
-        if found.get(name) != listed[name]:
-            raise ValueError(f"{index} places {name} in {listed[name].name}, which does not hold it")
-    return found
-
-
-def _shape_problems(files: dict[str, Path], targets: dict[str, Tensor]) -> list[str]:
-    problems = []
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():
-                if name not in targets:
-                    continue
-                piece = shard.get_slice(name)
-                if list(piece.get_shape()) != list(targets[name].shape):
-                    problems.append(f"shape: {name} is {piece.get_shape()}, must be {list(targets[name].shape)}")
-                if piece.get_dtype() not in ("F32", "BF16", "F16"):
-                    problems.append(f"type: {name} is {piece.get_dtype()}, must be F32, BF16 or F16")
-    return problems
+def _parts(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
+    """(released name, tensor) of everything a checkpoint holds; stacked experts as one view each."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        parts = tensor.detach().unbind(0) if _STACKED.fullmatch(name) else [tensor.detach()]
+        yield from zip(released_names(name, tensor.shape), parts, strict=True)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

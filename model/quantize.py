@@ -1,4 +1,5 @@
-"""Fake quantisation of the attention state: the forward rounds, the backward passes straight through.
+"""Fake quantisation of the attention state (the forward rounds, the backward passes straight through), and the
+packed storage of quantised weights (`pack`, `unpack`; which weight has which packing is in released.py).
 
 The three formats of the V4.1 report. They are part of the forward pass (they move the top-k), so training applies
 them too:
@@ -9,6 +10,8 @@ The straight-through gradient is the identity, also where a value was clipped.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,3 +96,91 @@ def _groups(x: Tensor, size: int) -> tuple[Tensor, int]:
 
 def _ungroup(groups: Tensor, shape: torch.Size, width: int) -> Tensor:
     return groups.flatten(-2)[..., :width].reshape(shape)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a quantised matrix is stored: `codes`, and one UE8M0 scale for every tile of `tile_rows` x 32 entries.
+
+    float8_e4m3fn codes have the matrix's shape. int8 codes hold two E2M1 values a byte, the even column in the low
+    nibble. Tiles at the right and lower edge may be partial.
+    """
+
+    codes: torch.dtype
+    tile_rows: int
+
+    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the codes of a [rows, columns] matrix. Raises ValueError for an odd number of E2M1 columns."""
+        if self.codes != torch.int8:
+            return rows, columns
+        if columns % 2:
+            raise ValueError(f"has {columns} columns; two E2M1 values share a byte, so the number must be even")
+        return rows, columns // 2
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a [rows, columns] matrix."""
+        return -(-rows // self.tile_rows), -(-columns // 32)
+
+
+FP8_TILES = Packing(torch.float8_e4m3fn, 32)
+FP8_ROWS = Packing(torch.float8_e4m3fn, 1)
+FP4_ROWS = Packing(torch.int8, 1)
+
+
+def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise a finite [rows, columns] matrix: (codes, scale float8_e8m0fnu).
+
+    A tile's scale is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), amax not below 1e-4 and
+    6 * 2^-126: the rule of the fake quantisers above. `kept` are scales the matrix was stored with before: a tile that
+    they hold without any loss keeps its scale, and so its bytes. The rule alone would not give them back: where
+    rounding has shrunk amax to just half of the range, it finds the half scale for the same values; and a scale may
+    have come from another rule.
+    """
+    limit, floor = (E2M1_MAX, E2M1_MAX * 2.0**-126) if packing.codes == torch.int8 else (E4M3_MAX, 1e-4)
+    tiles = _tiles(matrix.float(), packing.tile_rows)
+    scale = _power_of_two_above(tiles.abs().amax((1, 3), keepdim=True).clamp_(min=floor) / limit)
+    if kept is not None:
+        kept = kept.float()[:, None, :, None]
+        lossless = (_round(tiles / kept, packing) * kept == tiles).all(1, keepdim=True).all(3, keepdim=True)
+        scale = torch.where(lossless, kept, scale)
+    rounded = _round(tiles / scale, packing).flatten(2).flatten(0, 1)[: matrix.shape[0], : matrix.shape[1]]
+    codes = _join_nibbles(rounded) if packing.codes == torch.int8 else rounded.to(torch.float8_e4m3fn)
+    return codes, scale[:, 0, :, 0].to(torch.float8_e8m0fnu)
+
+
+def unpack(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
+    """The fp32 matrix [rows, columns] that codes and scale stand for; exact, as codes have at most four significant
+    bits.
+    """
+    values = _split_nibbles(codes) if packing.codes == torch.int8 else codes.float()
+    tiles = _tiles(values, packing.tile_rows) * scale.float()[:, None, :, None]
+    return tiles.flatten(2).flatten(0, 1)[: values.shape[0], : values.shape[1]]
+
+
+def _tiles(matrix: Tensor, tile_rows: int) -> Tensor:
+    """[rows, columns] -> [tiles down, tile_rows, tiles across, 32]; partial tiles are filled with zeros."""
+    rows, columns = matrix.shape
+    matrix = torch.nn.functional.pad(matrix, (0, -columns % 32, 0, -rows % tile_rows))
+    return matrix.unflatten(1, (-1, 32)).unflatten(0, (-1, tile_rows))
+
+
+def _round(x: Tensor, packing: Packing) -> Tensor:
+    """The nearest representable values, in fp32; signs of zeros stay."""
+    if packing.codes == torch.int8:
+        return round_e2m1(x)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _join_nibbles(x: Tensor) -> Tensor:
+    """E2M1 values fp32 [rows, columns] -> int8 [rows, columns / 2]; a nibble is sign, two exponent bits, mantissa."""
+    steps = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
+    nibble = torch.bucketize(x.abs(), steps, right=True, out_int32=True) + 8 * torch.signbit(x).int()
+    return (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8).view(torch.int8)
+
+
+def _split_nibbles(codes: Tensor) -> Tensor:
+    """The inverse of `_join_nibbles`."""
+    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    table = torch.tensor(levels + [-level for level in levels], device=codes.device)
+    pair = codes.contiguous().view(torch.uint8).int()
+    return table[torch.stack([pair & 15, pair >> 4], dim=-1).flatten(1)]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
 from tokenizers import Tokenizer
 
-import model.checkpoint
+import model.released
 from model import DeepseekV41, load_pretrained, load_weights, save_pretrained
-from model.checkpoint import INDEX, SINGLE
+from model.released import INDEX, SINGLE, write_file
 
 
 def same(a: DeepseekV41, b: DeepseekV41) -> bool:
@@ -148,14 +148,14 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypa
     save_pretrained(old, tmp_path / "m")
     written = []
 
-    def full_disk(tensors, path, metadata):
+    def full_disk(path, tensors):
         if written:
             path.write_bytes(b"half")
             raise OSError("no space left on device")
         written.append(path)
-        save_file(tensors, path, metadata=metadata)
+        write_file(path, tensors)
 
-    monkeypatch.setattr(model.checkpoint, "save_file", full_disk)
+    monkeypatch.setattr(model.released, "write_file", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tiny_model(seed=2), tmp_path / "m", shard_bytes=20_000)
     with pytest.raises(OSError, match="no space"):
