@@ -1,0 +1,275 @@
+"""What a configuration costs: parameters, active parameters, FLOPs, KV bytes and activations, by part.
+
+Pure functions of a `ModelConfig` or of a model on any device, "meta" included. Nothing here is measured; tests compare
+the numbers with real tensors of small models.
+Shapes: T tokens, n streams, d hidden, H heads, D head dim, E experts, k experts per token, f expert intermediate size,
+W window, K top-k, r compression ratio, Hi x Di index heads, G Engram rows per token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from model.config import ModelConfig, TextConfig
+
+# Part of a parameter by the first pattern found in its name.
+PARTS = (
+    ("vision", r"^(vision|aligner|image_)"),
+    ("Engram tables", r"\.engram\.embed\."),
+    ("Engram projections", r"\.engram\."),
+    ("routed experts", r"\.ffn\.experts\."),
+    ("shared experts", r"\.shared_experts\."),
+    ("routers", r"\.ffn\.gate\."),
+    ("indexers", r"\.attn\.indexer\."),
+    ("compressors", r"\.attn\.compressor\."),
+    ("attention", r"\.attn\."),
+    ("mHC", r"\.hc_(attn|ffn)\."),
+    ("embedding", r"^embed\."),
+    ("head", r"^head\."),
+    ("norms", r"norm\.weight$"),
+)
+OUTSIDE_BACKBONE = ("Engram tables", "vision")
+ELEMENTWISE = (".engram.q_weight", ".engram.k_weight")  # 2-D, but no matrices
+RECOMPUTED = "one block computed again"
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, by its name."""
+    for part, pattern in PARTS:
+        if re.search(pattern, name):
+            return part
+    raise AssertionError(f"{name} belongs to no part; add it to PARTS")
+
+
+def parameters(model: nn.Module) -> dict[str, int]:
+    """Number of parameters of each part; parts the model lacks are 0. Backbone: all but `OUTSIDE_BACKBONE`."""
+    counts = dict.fromkeys((part for part, _ in PARTS), 0)
+    for name, parameter in model.named_parameters():
+        counts[part_of(name)] += parameter.numel()
+    return counts
+
+
+def prefill_layers(config: TextConfig) -> int:
+    """Blocks that every prompt token must pass: those before the last kv source (the causal encoder).
+
+    All later layers read that source's entries, made from its input, and otherwise only their window. Without a kv
+    source every block counts.
+    """
+    return max(config.kv_source_layer_ids, default=config.num_hidden_layers)
+
+
+class Active(NamedTuple):
+    """Parameters used for one text token, see `active_parameters`."""
+
+    prefill: float
+    decode: float
+
+
+def active_parameters(model: nn.Module) -> Active:
+    """Parameters that one text token is multiplied with.
+
+    Decode: all blocks with k of E routed experts and the shared one, the final norm and the head. Prefill: the blocks
+    of `prefill_layers` and, of the last kv source's block, what makes its entries and index keys. Lookups (embedding,
+    Engram tables) and the vision tower do not count. This is the reading under which the released configuration gives
+    the report's 8B and 16B: counting the embedding too would make them 9B and 17B.
+    """
+    config: TextConfig = model.config.text
+    encoder = prefill_layers(config)
+    last = rf"layers\.{encoder}\.(engram|attn_norm|attn\.compressor|attn\.indexer\.(wk|k_norm))\."
+    prefill = decode = 0.0
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        if part in (*OUTSIDE_BACKBONE, "embedding"):
+            continue
+        share = config.num_experts_per_tok / config.n_routed_experts if part == "routed experts" else 1.0
+        decode += share * parameter.numel()
+        if layer_of(name) < encoder or re.match(last, name):
+            prefill += share * parameter.numel()
+    return Active(prefill, decode)
+
+
+def layer_of(name: str) -> float:
+    """Layer number of a parameter; infinity outside the blocks."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return int(match.group(1)) if match else float("inf")
+
+
+def kv_bytes(config: TextConfig) -> dict[str, float]:
+    """Cache bytes per token that grow with the context: packed entries of every Full layer, 1/r of one a token.
+
+    Main KV: FP4 values and an E4M3 scale for every 16; index keys: MXFP4 values and a UE8M0 scale for every 32.
+    """
+    entries = sum(1 / config.ratio(layer) for layer in config.kv_source_layer_ids)
+    return {
+        "main KV values": entries * config.head_dim / 2,
+        "main KV scales": entries * -(-config.head_dim // 16),
+        "index key values": entries * config.index_head_dim / 2,
+        "index key scales": entries * -(-config.index_head_dim // 32),
+    }
+
+
+def window_kv_bytes(config: TextConfig) -> int:
+    """Cache bytes per sequence of any length beyond the window: W FP8 entries with a UE8M0 scale for every 32, in every
+    layer.
+    """
+    return config.num_hidden_layers * config.sliding_window * (config.head_dim + -(-config.head_dim // 32))
+
+
+class Flops(NamedTuple):
+    """FLOPs per text token (a multiply-add is two) of one part.
+
+    forward: of one forward pass; step: of forward and backward; recomputed: what activation checkpointing adds.
+    """
+
+    forward: float
+    step: float
+    recomputed: float
+
+
+def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[str, Flops]:
+    """FLOPs per token of training on documents of `length` tokens, by part.
+
+    A matrix costs 2 in the forward and 4 in the backward for each parameter applied (the indexer's 2: its inputs are
+    detached). The sparse attention's backward takes five products for the forward's two. Scoring entries has no
+    backward; the indexer's loss scores the selected ones anew. Element-wise work is left out, but for the mixing of
+    streams.
+    """
+    config: TextConfig = model.config.text
+    applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        if part in (*OUTSIDE_BACKBONE, "embedding") or parameter.dim() < 2:
+            continue
+        if name.endswith(ELEMENTWISE):
+            continue
+        share = 1.0
+        if part == "routed experts":
+            share = config.num_experts_per_tok / config.n_routed_experts
+        elif name.endswith("indexer.wk.weight"):
+            share = 1 / config.ratio(int(layer_of(name)))
+        applied[part] += 2 * share * parameter.numel()
+    n, d, layers = config.hc_mult, config.hidden_size, config.num_hidden_layers
+    applied["mHC"] += 2 * layers * 2 * (2 * n + n * n) * d
+    core, scan, lesson = 0.0, 0.0, 0.0
+    for layer in range(layers):
+        ratio = config.ratio(layer)
+        keys = _mean_seen(config.sliding_window, length)
+        keys += _mean_seen(config.index_topk, length, ratio) if ratio else 0.0
+        core += 4 * config.num_attention_heads * config.head_dim * keys
+    for layer in config.index_source_layer_ids:
+        ratio, source = config.ratio(layer), config.candidate_source_layer_id
+        restricted = candidate_pool and source == config.kv_source(layer) and layer != source
+        most = config.candidate_topk_blocks * config.candidate_block_size if restricted else length
+        product = 2 * config.index_n_heads * (config.index_head_dim + 1)
+        scan += product * _mean_seen(most, length, ratio)
+        lesson += product * _mean_seen(config.index_topk, length, ratio)
+    table = {
+        part: Flops(cost, (2 if part == "indexers" else 3) * cost, 0.0 if part == "head" else cost)
+        for part, cost in applied.items()
+        if cost
+    }
+    table["attention over keys"] = Flops(core, 3.5 * core, core)
+    if scan:
+        table["index scores"] = Flops(scan, scan, scan)
+        table["indexer loss"] = Flops(0.0, 3 * lesson, 0.0)
+    return table
+
+
+def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
+    """Mean over the positions of a document of min(most, entries visible there)."""
+    return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
+
+
+def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool) -> dict[str, float]:
+    """Bytes per token that a text micro-batch holds when its backward begins, by part.
+
+    bf16: autocast over fp32 parameters; the streams stay fp32. With `recompute` only each block's inputs are held,
+    beside what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a CPU; bf16
+    copies of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
+    """
+    text = config.text
+    held: dict[str, float] = {}
+    blocks = [_block_saves(text, layer, bf16) for layer in range(text.num_hidden_layers)]
+    if recompute:
+        held["block inputs"] = sum(_block_inputs(text, layer, bf16) for layer in range(text.num_hidden_layers))
+        held[RECOMPUTED] = max(sum(block.values()) for block in blocks)
+    else:
+        for block in blocks:
+            for part, size in block.items():
+                held[part] = held.get(part, 0.0) + size
+    held["losses"] = _loss_saves(text, bf16)
+    return held
+
+
+def head_gradient_bytes(config: ModelConfig) -> int:
+    """The fp32 gradient of the head that the chunked cross-entropy holds from forward to backward."""
+    return 4 * config.text.vocab_size * config.text.hidden_size
+
+
+def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights of which bf16 autocast makes a copy: every matrix of the blocks but those applied in fp32."""
+    for name, parameter in model.named_parameters():
+        if part_of(name) in (*OUTSIDE_BACKBONE, "embedding", "head", "mHC", "routers") or parameter.dim() < 2:
+            continue
+        if not name.endswith(ELEMENTWISE):
+            yield name, parameter
+
+
+def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
+    """Bytes per token that one block saves for its backward, by part, in the order of its forward."""
+    n, d, f, k = c.hc_mult, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), 2 if bf16 else 4
+    full, source = layer in c.kv_source_layer_ids, layer in c.index_source_layer_ids
+
+    def inputs(products: int, size: int) -> int:  # autocast copies a product's input for every product
+        return products * 2 * size if bf16 else 4 * size
+
+    saved = {"streams": 2 * (4 * n * d + 4 + 4 * (4 * n * n + 8 * n) + _norm(d))}
+    products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
+    attention = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
+    attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
+    attention += width * (c.o_groups * c.o_lora_rank + d)
+    if full:
+        attention += 8 * dim * (ratio > 1) + 8
+        attention += (_norm(dim) + 4 * c.qk_rope_head_dim + 2 * width * dim + _norm(c.index_head_dim)) / ratio
+    saved["attention"] = attention + 4 * c.index_topk * source
+    saved["routed experts"] = 8 * c.n_routed_experts + 24 * k + 4 + inputs(2, k * d) + 3 * width * k * f
+    saved["shared expert"] = 4 * d + (inputs(2, d) if bf16 else 0) + 3 * width * f + 4 * d
+    if layer in c.engram_layer_ids:
+        rows = c.engram_hash_heads
+        saved["Engram"] = 8 * rows + width * rows * c.engram_head_dim + 12 * n * d + 4 * d + 36 * n
+    return saved
+
+
+def _block_inputs(c: TextConfig, layer: int, bf16: bool) -> float:
+    """Bytes per token that a checkpointed block keeps: what enters it, and what its outputs add for later layers."""
+    width, ratio = 2 if bf16 else 4, c.ratio(layer)
+    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult
+    if layer in c.kv_source_layer_ids:
+        size += width * (c.head_dim + c.index_head_dim) / ratio
+    if layer in c.index_source_layer_ids:
+        size += 4 * c.index_topk
+    if layer in c.engram_layer_ids:
+        size += 8 * c.engram_hash_heads
+    return size
+
+
+def _loss_saves(c: TextConfig, bf16: bool) -> float:
+    """Bytes per token behind the last block: final collapse and norm, cross-entropy, balance loss, indexer losses."""
+    width = 2 if bf16 else 4
+    size = 4.0 * c.hc_mult * (c.hidden_size + 1) + _norm(c.hidden_size) + 8 + width * c.hidden_size
+    size += c.num_hidden_layers * (4 * c.n_routed_experts + 4)
+    for layer in c.index_source_layer_ids:
+        queries = width * c.index_n_heads * c.index_head_dim + 4 * c.index_n_heads
+        size += queries + width * c.index_head_dim / c.ratio(layer)
+    return size
+
+
+def _norm(width: int) -> int:
+    """Bytes that an RMSNorm saves: its input and the normalised values in fp32, and the root."""
+    return 8 * width + 4
