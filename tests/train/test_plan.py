@@ -1,0 +1,133 @@
+"""The plan: its bytes against a real run's tensors, its shares against a count by hand, its verdicts and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from optim.muon import orthogonalize
+from train.build import build
+from train.config import CONF_DIR, ConfigError, parse
+from train.loop import to_device, train_step
+from train.plan import FP32, GIB, Item, owned, plan, report, update_flops
+
+
+@pytest.mark.parametrize("rules", ["report", "adamw"])
+def test_bytes_are_those_of_a_real_run(make_config, rules: str) -> None:
+    config = make_config(f"optim={rules}")
+    planned = plan(config)
+    run = build(config)
+    batch = to_device(next(iter(run.train_batches)), run.device)
+    run.model.losses(**batch, totals=run.model.totals(**batch)).total.backward()
+    assert sum(planned.weights.values()) == _bytes(run.model.parameters())
+    assert sum(planned.gradients.values()) == _bytes(p.grad for p in run.model.parameters())
+    run.optimizer.zero_grad()
+    train_step(run, [batch], step=0, tokens=0)
+    state = dict.fromkeys(planned.state, 0)
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors = (v for v in run.optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
+            state[group["method"]] += _bytes(tensors)
+    assert planned.state == pytest.approx(state, rel=0.02)
+
+
+def test_a_frozen_indexer_has_neither_gradient_nor_state(make_config) -> None:
+    trained, frozen = plan(make_config()), plan(make_config("runtime.train_indexer=false"))
+    indexers = _bytes(p for name, p in trained.model.named_parameters() if ".indexer." in name)
+    assert frozen.weights == trained.weights
+    assert trained.gradients["dense"] - frozen.gradients["dense"] == indexers
+    assert trained.state["adamw"] - frozen.state["adamw"] == 2 * indexers
+
+
+def test_experts_and_tables_are_split(make_config) -> None:
+    one, four = plan(make_config()), plan(_layout(make_config(), 4, 2, 4))
+    assert four.weights["dense"] == one.weights["dense"]
+    assert four.weights["experts"] == one.weights["experts"] // 2
+    assert one.weights["Engram tables"] / 4 <= four.weights["Engram tables"] < one.weights["Engram tables"] / 4 + 1000
+    assert sum(four.state.values()) < 0.4 * sum(one.state.values())
+
+
+def test_owners_share_whole_matrices() -> None:
+    """The fullest rank's part, against dealing all matrices out one by one."""
+    sizes = [70, 10, 30, 20, 60]
+    items = [Item("dense", "muon", 1, size, 3, ()) for size in sizes]
+    items += [Item("experts", "muon", 5, 7, 2, ()), Item("experts", "adamw", 4, 9, 2, ())]
+    hands = [0, 0, 0]
+    for i, size in enumerate(sorted(sizes, reverse=True)):
+        hands[i % 3] += FP32 * size
+    experts = [0, 0]
+    for i, size in enumerate([2 * FP32 * 9] * 4 + [FP32 * 7] * 5):
+        experts[i % 2] += size
+    found = {"dense": 0, "experts": 0}
+    for item, units in owned(items):
+        found[item.kind] += units * item.state_bytes
+    assert found == {"dense": max(hands), "experts": max(experts)}
+
+
+def test_muon_flops_are_those_of_the_products_run() -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(3, 20, 12))
+    assert update_flops(Item("dense", "muon", 1, 720, 1, ((3, 20, 12),)), 11) == counter.get_total_flops()
+
+
+def test_traffic_of_the_all_to_alls(make_config) -> None:
+    """Tiny model: 6 layers, k 2, d 32; 2 Engram layers of 3 x 2 rows of 8; 2 x 2 x 64 tokens a rank."""
+    assert set(plan(make_config()).traffic.values()) == {0.0}
+    sent = plan(_layout(make_config(), 4, 2, 4)).traffic
+    assert sent["all-to-all, experts"] == 256 * 6 * (2 * 32 * 4) * 2 * 2 / 2
+    assert sent["all-to-all, Engram tables"] == 256 * 2 * 6 * (8 + 2 * 4 * 8) * 3 / 4
+    again = plan(_layout(make_config("runtime.recompute=true"), 4, 2, 4)).traffic
+    assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
+
+
+def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
+    need = plan(make_config()).total / GIB
+    assert (
+        report(plan(make_config(f"parallel.gpu_memory_gib={need * 1.01}"))).splitlines()[-1].startswith("FITS: needs")
+    )
+    tight = report(plan(make_config(f"parallel.gpu_memory_gib={need * 0.99}"))).splitlines()[-1]
+    assert tight.startswith("DOES NOT FIT: needs") and "Largest: activations, " in tight
+    short = report(plan(make_config("task.seq_len=2", "task.micro_batch=1"))).splitlines()[-1]
+    assert short.startswith("NEEDS") and "Largest: optimizer state, " in short
+
+
+def test_the_released_model_on_a_cluster(compose_raw) -> None:
+    config = parse(compose_raw("task=plan", "model=v41_flash", "parallel=cluster"))
+    assert config.optim.rules == "report" and parse(compose_raw("task=plan", "optim=adamw")).optim.rules == "adamw"
+    printed = report(plan(config))
+    for fact in ("551,880,804,464", "196,613,849,600", "7,895,552,824", "16,130,558,064", " 890\n", "DOES NOT FIT"):
+        assert fact in printed, f"{fact!r} not in\n{printed}"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF_DIR / "parallel").glob("*.yaml")))
+def test_every_shipped_layout_is_valid(compose_raw, name: str) -> None:
+    parse(compose_raw("task=plan", "model=v41_flash", f"parallel={name}"))
+
+
+def test_impossible_layouts_are_refused(compose_raw) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw(
+            "model=tiny", "data.vocab_size=512",
+            "parallel.data_parallel=4", "parallel.expert_parallel=3", "parallel.table_shards=8",
+        ))  # fmt: skip
+    text = str(caught.value)
+    for expected in (
+        "parallel.data_parallel = 4: task=pretrain runs in one process so far",
+        "parallel.expert_parallel = 3: must divide model.text_config.n_routed_experts = 4",
+        "parallel.expert_parallel = 3: must divide parallel.data_parallel = 4",
+        "parallel.table_shards = 8: must divide parallel.data_parallel = 4",
+    ):
+        assert expected in text
+    assert len(caught.value.problems) == 4
+
+
+def _layout(config, ranks: int, experts: int, tables: int):
+    parallel = replace(config.parallel, data_parallel=ranks, expert_parallel=experts, table_shards=tables)
+    return replace(config, parallel=parallel)
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,344 @@
+"""``task=plan``: what a model costs on a layout of GPUs, computed before any machine is rented.
+
+Nothing is allocated: the model is built on the meta device, gets the optimizer of the configuration, and every number
+follows from its tensors' sizes and from ``model/count.py``. The layout is the one of a ZeRO stage 0 engine with our own
+sharding: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks, the
+Engram tables' rows over ``table_shards``, all else is whole on every rank; a parameter's optimizer state lies with one
+owner among the ranks that hold the same parameter (see ``owned``).
+
+Not counted: what libraries, allocator and communication buffers take beside the tensors, images, and uneven routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from model import DeepseekV41, ModelConfig, build_model, count
+from optim import Optimizer
+from optim.muon import BATCH_ELEMENTS, COEFFICIENTS
+from optim.optimizer import STATE_KEYS
+from train.build import build_optimizer, freeze
+from train.config import Config
+
+GIB = 2**30
+FP32 = 4
+KINDS = ("dense", "experts", "Engram tables")  # of parameters: each is split over its own number of ranks
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter as a rank of the layout sees it: `units` equal matrices of `numel` elements, `copies` ranks alike.
+
+    `spans` are the logical matrices (count, rows, columns) of one unit, for Muon.
+    """
+
+    kind: str
+    method: str | None  # None: not trained
+    units: int
+    numel: int
+    copies: int
+    spans: tuple[tuple[int, int, int], ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state of one unit, fp32."""
+        return FP32 * self.numel * len(STATE_KEYS[self.method]) if self.method else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; `step` means an optimizer step."""
+
+    config: Config
+    model: DeepseekV41
+    weights: dict[str, int]
+    gradients: dict[str, int]
+    state: dict[str, int]  # by method
+    working: dict[str, float]  # held in the backward, and not while the optimizer works
+    optimizer_working: float  # the reverse
+    traffic: dict[str, float]  # bytes that a rank sends in a step
+    step_flops: float
+    optimizer_flops: dict[str, float]  # by method
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Memory of the fullest rank by term, at the moment that needs most."""
+        fixed = {f"weights: {k}": v for k, v in self.weights.items()}
+        fixed |= {f"gradients: {k}": v for k, v in self.gradients.items()}
+        fixed |= {f"optimizer state: {k}": v for k, v in self.state.items()}
+        if sum(self.working.values()) >= self.optimizer_working:
+            return fixed | self.working
+        return fixed | {"optimizer's working copies": self.optimizer_working}
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+
+def run(config: Config) -> None:
+    """Print the plan."""
+    print(report(plan(config)))
+
+
+def plan(config: Config) -> Plan:
+    """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``."""
+    model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
+    freeze(config, model)
+    optimizer = build_optimizer(config, model.config, model)
+    items = list(rank_items(config, model, optimizer))
+    weights = dict.fromkeys(KINDS, 0)
+    gradients = dict.fromkeys(KINDS, 0)
+    for item in items:
+        weights[item.kind] += FP32 * item.units * item.numel
+        gradients[item.kind] += FP32 * item.units * item.numel * (item.method is not None)
+    state = dict.fromkeys(STATE_KEYS, 0)
+    optimizer_flops = dict.fromkeys(STATE_KEYS, 0.0)
+    for item, units in owned(items):
+        state[item.method] += units * item.state_bytes
+        optimizer_flops[item.method] += units * update_flops(item, config.optim.settings.sinkhorn.iterations)
+    local = config.task.seq_len * config.task.micro_batch * config.task.accumulation
+    costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
+    per_token = sum(cost.step + cost.recomputed * config.runtime.recompute for cost in costs.values())
+    return Plan(
+        config=config,
+        model=model,
+        weights=weights,
+        gradients=gradients,
+        state=state,
+        working=working_bytes(config, model),
+        optimizer_working=optimizer_working_bytes(items),
+        traffic=traffic_bytes(config, model, gradients, local),
+        step_flops=local * per_token,
+        optimizer_flops=optimizer_flops,
+    )
+
+
+def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iterator[Item]:
+    """Every parameter as one rank holds it."""
+    layout = config.parallel
+    ways = {
+        name: (group["method"], blocks)
+        for group in optimizer.param_groups
+        for name, blocks in zip(group["names"], group["blocks"], strict=True)
+    }
+    for name, parameter in model.named_parameters():
+        method, blocks = ways.get(name, (None, None))
+        *stack, rows, columns = (1, *parameter.shape) if parameter.dim() == 1 else parameter.shape
+        part = count.part_of(name)
+        if part == "routed experts":
+            units, copies = stack[0] // layout.expert_parallel, layout.data_parallel // layout.expert_parallel
+            yield Item("experts", method, units, rows * columns, copies, ((1, rows, columns),))
+        elif part == "Engram tables":
+            rows = ceil(rows / layout.table_shards)
+            copies = layout.data_parallel // layout.table_shards
+            yield Item("Engram tables", method, 1, rows * columns, copies, ((1, rows, columns),))
+        else:
+            spans = tuple((n, height, columns) for n, height in blocks or ((1, rows),))
+            yield Item("dense", method, 1, rows * columns, layout.data_parallel, spans)
+
+
+def owned(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+    """(item, units) that the fullest rank updates and keeps the state of.
+
+    Whole matrices go round the ranks that hold the same ones, the largest first: unit i belongs to rank i modulo their
+    number, so rank 0 has most.
+    """
+    for kind in KINDS:
+        at = 0
+        trained = [item for item in items if item.kind == kind and item.method]
+        for item in sorted(trained, key=lambda item: -item.state_bytes):
+            units = len(range(-at % item.copies, item.units, item.copies))
+            at += item.units
+            if units:
+                yield item, units
+
+
+def update_flops(item: Item, iterations: int) -> float:
+    """FLOPs of one update of one unit. Muon: three products in each Newton-Schulz step of each logical matrix.
+    Sinkhorn: momentum 7 an element, norms and squares 3, update 4, and 2 in each of its `iterations`. AdamW: 15.
+    """
+    if item.method == "muon":
+        sides = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in item.spans]
+        return sum(len(COEFFICIENTS) * n * (4 * small**2 * large + 2 * small**3) for n, small, large in sides)
+    return (14.0 + 2 * iterations if item.method == "sinkhorn" else 15.0) * item.numel
+
+
+def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
+    """What a micro-batch holds, in bytes, when it holds most.
+
+    bf16 copies of the dense weights live until the forward ends (and stay for the backward unless blocks are
+    recomputed), copies of expert weights as long as their block's activations. With recomputation the most is either
+    the end of the forward or a block of the backward.
+    """
+    bf16, recompute = config.parallel.precision == "bf16", config.runtime.recompute
+    tokens = config.task.seq_len * config.task.micro_batch
+    saved = count.activation_bytes(model.config, bf16, recompute)
+    held = {f"activations: {part}": tokens * size for part, size in saved.items()}
+    held["the head's gradient in the loss"] = count.head_gradient_bytes(model.config)
+    if not bf16:
+        return held
+    dense, experts = copy_bytes(config, model)
+    if not recompute:
+        return held | {"bf16 copies of dense weights": sum(dense), "bf16 copies of experts": sum(experts)}
+    again = f"activations: {count.RECOMPUTED}"
+    block = max(map(sum, zip(dense, experts, strict=True)))
+    if sum(dense) > held[again] + block:
+        del held[again]
+        return held | {"bf16 copies of dense weights": sum(dense)}
+    return held | {"bf16 copies of a block's weights": block}
+
+
+def copy_bytes(config: Config, model: DeepseekV41) -> tuple[list[int], list[int]]:
+    """Bytes of the bf16 copies that autocast makes of each block's dense and expert weights."""
+    dense, experts = ([0] * model.config.text.num_hidden_layers for _ in range(2))
+    for name, parameter in count.autocast_copies(model):
+        layer = int(count.layer_of(name))
+        if count.part_of(name) == "routed experts":
+            experts[layer] += 2 * parameter.numel() // config.parallel.expert_parallel
+        else:
+            dense[layer] += 2 * parameter.numel()
+    return dense, experts
+
+
+def optimizer_working_bytes(items: Sequence[Item]) -> float:
+    """Temporary copies in the update: of Muon's batch of matrices, or of the largest table's live rows (up to all)."""
+    mine = list(owned(items))
+    muon = [(item, units) for item, units in mine if item.method == "muon"]
+    largest = max((rows * columns for item, _ in muon for _, rows, columns in item.spans), default=0)
+    batch = min(sum(item.numel * units for item, units in muon), max(largest, BATCH_ELEMENTS["cuda"]))
+    table = max((item.numel for item, _ in mine if item.method == "sinkhorn"), default=0)
+    return FP32 * max(6.0 * batch, 3.0 * table)
+
+
+def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int], tokens: int) -> dict[str, float]:
+    """Bytes that one rank sends in an optimizer step over `tokens` tokens of its own.
+
+    Experts: a token's row goes to each of its k experts and comes back, in forward, backward and recomputation, in the
+    compute precision; routing is even, so 1/EP stays at home. Tables: G ids, G fp32 rows and their gradients, as if all
+    rows were distinct. Gradients: a ring all-reduce in fp32 over the ranks that hold the same parameters. Owners'
+    updated weights go around the same ring once.
+    """
+    layout, text = config.parallel, model.config.text
+    width = 2 if layout.precision == "bf16" else FP32
+    away = 1 - 1 / layout.expert_parallel
+    passes = 3 if config.runtime.recompute else 2
+    row = text.num_experts_per_tok * text.hidden_size * width
+    shard = 1 - 1 / layout.table_shards
+    lookups = len(text.engram_layer_ids) * text.engram_hash_heads
+    ranks = layout.data_parallel
+    copies = {"dense": ranks, "experts": ranks // layout.expert_parallel, "Engram tables": ranks // layout.table_shards}
+    ring = {kind: size * (1 - 1 / copies[kind]) for kind, size in gradients.items()}
+    return {
+        "all-to-all, experts": tokens * text.num_hidden_layers * 2 * passes * row * away,
+        "all-to-all, Engram tables": tokens * lookups * (8 + 2 * FP32 * text.engram_head_dim) * shard,
+        "all-reduce of gradients": 2 * sum(ring.values()),
+        "updated weights": float(sum(ring.values())),
+    }
+
+
+def report(p: Plan) -> str:
+    """The plan as tables for people."""
+    config, layout, task = p.config, p.config.parallel, p.config.task
+    text, tokens = p.model.config.text, p.config.task.seq_len * p.config.task.micro_batch
+    recompute = "on" if config.runtime.recompute else "off"
+    costs = count.flops(p.model, task.seq_len, config.runtime.candidate_pool)
+    forward = sum(cost.forward for cost in costs.values())
+    kv = count.kv_bytes(text)
+    return "\n".join([
+        *_table(("parameters", "", ""), _parameter_rows(p.model)),
+        *_table(("active parameters of a text token", "", ""), _active_rows(p.model)),
+        *_table(
+            ("KV cache", "bytes/token"),
+            [*((part, f"{size:g}") for part, size in kv.items()), ("all", f"{sum(kv.values()):g}")],
+        ),
+        f"  and the sliding windows, {count.window_kv_bytes(text):,} bytes a sequence",
+        "",
+        f"LAYOUT: {layout.data_parallel} GPUs, experts over {layout.expert_parallel}, Engram tables over "
+        f"{layout.table_shards}; {task.accumulation} micro-batches of {task.micro_batch} x {task.seq_len} tokens, "
+        f"{layout.precision}, recompute {recompute}, optim.rules {config.optim.rules}",
+        *_table(("memory of the fullest GPU", "GiB", ""), _memory_rows(p)),
+        *_table(("activations of a micro-batch", "GiB"), [
+            (f"recompute {name}", f"{_activations(config, p.model, on) / GIB:.2f}")
+            for name, on in (("off", False), ("on", True))
+        ]),
+        *_table(
+            (f"sent by a GPU in a step of {tokens * task.accumulation * layout.data_parallel:,} tokens", "GiB"),
+            [(kind, f"{size / GIB:.2f}") for kind, size in p.traffic.items()],
+        ),
+        *_table(
+            ("GFLOPs per token", "forward", "and backward", "recomputed", "forward"),
+            [
+                *((part, *_giga(cost), _share(cost.forward, forward)) for part, cost in costs.items()),
+                ("all", *_giga(map(sum, zip(*costs.values(), strict=True))), "100.0 %"),
+            ],
+        ),
+        *_table(("FLOPs of a GPU in a step", "", ""), _step_rows(p)),
+        "",
+        verdict(p),
+    ])  # fmt: skip
+
+
+def verdict(p: Plan) -> str:
+    """Whether the layout fits, and what takes most."""
+    groups: dict[str, float] = {}
+    for term, size in p.terms.items():
+        groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
+    largest = max(groups, key=lambda group: groups[group])
+    need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
+    takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
+    if room is None:
+        return f"NEEDS {need:.2f} GiB on a GPU; give parallel.gpu_memory_gib to have it compared. {takes}"
+    answer = "FITS" if need <= room else "DOES NOT FIT"
+    return f"{answer}: needs {need:.2f} of {room:g} GiB on a GPU. {takes}"
+
+
+def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
+    counts = count.parameters(model)
+    total = sum(counts.values())
+    backbone = total - sum(counts[part] for part in count.OUTSIDE_BACKBONE)
+    sums = [("backbone: all but Engram tables, vision", backbone), ("all", total)]
+    return [(part, f"{n:,}", _share(n, total)) for part, n in [*counts.items(), *sums] if n]
+
+
+def _active_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
+    active, encoder = count.active_parameters(model), count.prefill_layers(model.config.text)
+    return [
+        ("prefill", f"{active.prefill:,.0f}", f"  {encoder} blocks, and what makes the KV of block {encoder}"),
+        ("decode", f"{active.decode:,.0f}", "  all blocks, final norm, head"),
+    ]
+
+
+def _memory_rows(p: Plan) -> list[tuple[str, ...]]:
+    terms = [*p.terms.items(), ("all", p.total)]
+    return [(term, f"{size / GIB:.2f}", _share(size, p.total)) for term, size in terms if size]
+
+
+def _activations(config: Config, model: DeepseekV41, recompute: bool) -> float:
+    per_token = count.activation_bytes(model.config, config.parallel.precision == "bf16", recompute)
+    return config.task.seq_len * config.task.micro_batch * sum(per_token.values())
+
+
+def _step_rows(p: Plan) -> list[tuple[str, ...]]:
+    optimizer = {f"optimizer, {method}": n for method, n in p.optimizer_flops.items() if n}
+    rows = [*optimizer.items(), ("optimizer, all", sum(optimizer.values())), ("model", p.step_flops)]
+    return [(name, f"{n:.3e}", f"{n / p.step_flops:.3%}".replace("%", " %")) for name, n in rows]
+
+
+def _giga(values: Iterable[float]) -> list[str]:
+    return [f"{value / 1e9:.2f}" for value in values]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}".replace("%", " %")
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Aligned lines under a header, behind an empty line."""
+    lines = [(f"  {name}", *cells) for name, *cells in rows]
+    return ["", *(_line(*line) for line in (header, *lines))]
+
+
+def _line(name: str, first: str, *cells: str) -> str:
+    return (f"{name:<46}{first:>18}" + "".join(f"{cell:>14}" for cell in cells)).rstrip()
