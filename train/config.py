@@ -37,7 +37,7 @@ Rate = Annotated[float, Field(ge=0)]
 class TaskConfig:
     """What is trained on, how much of it, and how a step is cut into forward passes."""
 
-    kind: Literal["pretrain", "plan"]  # plan: compute what the rest of this configuration costs
+    kind: Literal["pretrain"]
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: Positive  # rows in one forward pass
@@ -74,14 +74,10 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
-    """Where and in which arithmetic the model runs. Several processes are for ``task=plan`` so far."""
+    """Where and in which arithmetic the model runs."""
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
-    data_parallel: Positive  # processes, one a GPU; each has its own batches
-    expert_parallel: Positive  # processes that the routed experts of a layer are split over
-    table_shards: Positive  # processes that the rows of an Engram table are split over
-    gpu_memory_gib: Annotated[float, Field(gt=0)] | None  # of one GPU; what task=plan compares with
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -115,23 +111,6 @@ class Config:
         return Path(self.output) / self.name
 
 
-@dataclass(config=STRICT, frozen=True)
-class ConversionTask:
-    """Which task this is."""
-
-    kind: Literal["convert"]
-
-
-@dataclass(config=STRICT, frozen=True)
-class Conversion:
-    """``task=convert``: a checkpoint folder in another format. The sections of a training run are not looked at."""
-
-    task: ConversionTask
-    src: str  # a checkpoint folder
-    dst: str  # a new folder
-    format: Literal["released", "bf16"]
-
-
 class ConfigError(ValueError):
     """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
 
@@ -160,7 +139,7 @@ def open_overrides(arguments: list[str]) -> list[str]:
     return [f"++{argument}" if is_value(argument) else argument for argument in arguments]
 
 
-def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
     """The typed configuration of a composed tree.
 
     Raises:
@@ -172,9 +151,6 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
         raise ConfigError(
             [f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]
         ) from None
-    task = tree.get("task")
-    if isinstance(task, dict) and task.get("kind") == "convert":
-        return _parse_conversion(tree)
     config, problems, bad_keys = _convert(tree)
     if config is not None:
         problems += [text for keys, text in _cross_checks(config) if not keys & bad_keys]
@@ -182,19 +158,6 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
         raise ConfigError(problems)
     assert config is not None
     return config
-
-
-def _parse_conversion(tree: dict[str, Any]) -> Conversion:
-    unused = {field.name for field in fields(Config)} - {"task"}
-    given = {key: value for key, value in tree.items() if key not in unused}
-    try:
-        return TypeAdapter(Conversion).validate_json(json.dumps(given), strict=True)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    paths = [[str(part) for part in entry["loc"]] for entry in errors]
-    raise ConfigError(
-        [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, Conversion)]
-    )
 
 
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
@@ -236,11 +199,11 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
         return None
 
 
-def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> list[str]:
+def _describe(path: list[str], entry: dict[str, Any]) -> list[str]:
     """The problems behind one pydantic error: several when a section checked itself and found several."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
-        known = _known_keys(path[:-1], whole)
+        known = _known_keys(path[:-1])
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
         remedy = (
@@ -258,9 +221,9 @@ def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> l
     return [problem(key, entry["input"], rule, "Correct the value")]
 
 
-def _known_keys(path: list[str], whole: type) -> list[str]:
-    """Field names of the section at ``path`` of the configuration ``whole``."""
-    schema = TypeAdapter(whole).json_schema()
+def _known_keys(path: list[str]) -> list[str]:
+    """Field names of the section at ``path``."""
+    schema = TypeAdapter(Config).json_schema()
     node = schema
     for part in path:
         node = node.get("properties", {}).get(part, {})
@@ -293,15 +256,6 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
             {"parallel.device"},
             problem("parallel.device", "cuda", "no CUDA device is present", "Use parallel.device=auto or cpu"),
         )
-    ranks = parallel.data_parallel
-    if ranks > 1 and config.task.kind != "plan":
-        rule, remedy = f"task={config.task.kind} runs in one process so far", "Use parallel=single, or task=plan"
-        yield {"parallel.data_parallel"}, problem("parallel.data_parallel", ranks, rule, remedy)
-    for key in ("expert_parallel", "table_shards"):
-        if ranks % getattr(parallel, key):
-            rule = f"must divide parallel.data_parallel = {ranks}"
-            value, remedy = getattr(parallel, key), "Choose a divisor"
-            yield {f"parallel.{key}", "parallel.data_parallel"}, problem(f"parallel.{key}", value, rule, remedy)
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -317,10 +271,6 @@ def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         for line in str(error).splitlines()[1:] or [str(error)]:
             yield {"model"}, f"model.{line.strip()}"
         return
-    if text.n_routed_experts % config.parallel.expert_parallel:
-        rule = f"must divide model.text_config.n_routed_experts = {text.n_routed_experts}"
-        value, remedy = config.parallel.expert_parallel, "Choose a divisor"
-        yield {"parallel.expert_parallel"}, problem("parallel.expert_parallel", value, rule, remedy)
     if config.task.seq_len > text.max_position_embeddings:
         yield (
             {"task.seq_len"},
@@ -352,10 +302,6 @@ CHANGEABLE = (
     "logger.",
     "output",
     "parallel.device",
-    "parallel.data_parallel",
-    "parallel.expert_parallel",
-    "parallel.table_shards",
-    "parallel.gpu_memory_gib",
     "runtime.recompute",
     "optim.schedule.",
     "optim.settings.",
