@@ -111,6 +111,23 @@ class Config:
         return Path(self.output) / self.name
 
 
+@dataclass(config=STRICT, frozen=True)
+class ConversionTask:
+    """Which task this is."""
+
+    kind: Literal["convert"]
+
+
+@dataclass(config=STRICT, frozen=True)
+class Conversion:
+    """``task=convert``: a checkpoint folder in another format. The sections of a training run are not looked at."""
+
+    task: ConversionTask
+    src: str  # a checkpoint folder
+    dst: str  # a new folder
+    format: Literal["released", "bf16"]
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
 
@@ -139,18 +156,25 @@ def open_overrides(arguments: list[str]) -> list[str]:
     return [f"++{argument}" if is_value(argument) else argument for argument in arguments]
 
 
-def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
     """The typed configuration of a composed tree.
 
     Raises:
         ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
     """
+    task = raw.get("task")
+    converts = isinstance(task, Mapping) and task.get("kind") == "convert"
+    if converts:  # a training run's sections may refer to settings that this task does not have
+        unused = {field.name for field in fields(Config)} - {"task"}
+        raw = {key: raw[key] for key in raw if key not in unused}
     try:
         tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(
             [f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]
         ) from None
+    if converts:
+        return _parse_conversion(tree)
     config, problems, bad_keys = _convert(tree)
     if config is not None:
         problems += [text for keys, text in _cross_checks(config) if not keys & bad_keys]
@@ -158,6 +182,17 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config:
         raise ConfigError(problems)
     assert config is not None
     return config
+
+
+def _parse_conversion(tree: dict[str, Any]) -> Conversion:
+    try:
+        return TypeAdapter(Conversion).validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    paths = [[str(part) for part in entry["loc"]] for entry in errors]
+    raise ConfigError(
+        [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, Conversion)]
+    )
 
 
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
@@ -199,11 +234,11 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
         return None
 
 
-def _describe(path: list[str], entry: dict[str, Any]) -> list[str]:
+def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> list[str]:
     """The problems behind one pydantic error: several when a section checked itself and found several."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
-        known = _known_keys(path[:-1])
+        known = _known_keys(path[:-1], whole)
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
         remedy = (
@@ -221,9 +256,9 @@ def _describe(path: list[str], entry: dict[str, Any]) -> list[str]:
     return [problem(key, entry["input"], rule, "Correct the value")]
 
 
-def _known_keys(path: list[str]) -> list[str]:
-    """Field names of the section at ``path``."""
-    schema = TypeAdapter(Config).json_schema()
+def _known_keys(path: list[str], whole: type) -> list[str]:
+    """Field names of the section at ``path`` of the configuration ``whole``."""
+    schema = TypeAdapter(whole).json_schema()
     node = schema
     for part in path:
         node = node.get("properties", {}).get(part, {})
