@@ -9,10 +9,10 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from train import config, convert, pretrain
+from train import config, convert, plan, pretrain
 from train.loop import Interrupted, NonFiniteError
 
-TASKS = {"pretrain": pretrain.run, "convert": convert.run}
+TASKS = {"pretrain": pretrain.run, "plan": plan.run, "convert": convert.run}
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")

@@ -37,7 +37,7 @@ Rate = Annotated[float, Field(ge=0)]
 class TaskConfig:
     """What is trained on, how much of it, and how a step is cut into forward passes."""
 
-    kind: Literal["pretrain"]
+    kind: Literal["pretrain", "plan"]  # plan: compute what the rest of this configuration costs
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: Positive  # rows in one forward pass
@@ -74,10 +74,14 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
-    """Where and in which arithmetic the model runs."""
+    """Where and in which arithmetic the model runs. Several processes are for ``task=plan`` so far."""
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
+    data_parallel: Positive  # processes, one a GPU; each has its own batches
+    expert_parallel: Positive  # processes that the routed experts of a layer are split over
+    table_shards: Positive  # processes that the rows of an Engram table are split over
+    gpu_memory_gib: Annotated[float, Field(gt=0)] | None  # of one GPU; what task=plan compares with
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -291,6 +295,15 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
             {"parallel.device"},
             problem("parallel.device", "cuda", "no CUDA device is present", "Use parallel.device=auto or cpu"),
         )
+    ranks = parallel.data_parallel
+    if ranks > 1 and config.task.kind != "plan":
+        rule, remedy = f"task={config.task.kind} runs in one process so far", "Use parallel=single, or task=plan"
+        yield {"parallel.data_parallel"}, problem("parallel.data_parallel", ranks, rule, remedy)
+    for key in ("expert_parallel", "table_shards"):
+        if ranks % getattr(parallel, key):
+            rule = f"must divide parallel.data_parallel = {ranks}"
+            value, remedy = getattr(parallel, key), "Choose a divisor"
+            yield {f"parallel.{key}", "parallel.data_parallel"}, problem(f"parallel.{key}", value, rule, remedy)
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -306,6 +319,10 @@ def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         for line in str(error).splitlines()[1:] or [str(error)]:
             yield {"model"}, f"model.{line.strip()}"
         return
+    if text.n_routed_experts % config.parallel.expert_parallel:
+        rule = f"must divide model.text_config.n_routed_experts = {text.n_routed_experts}"
+        value, remedy = config.parallel.expert_parallel, "Choose a divisor"
+        yield {"parallel.expert_parallel"}, problem("parallel.expert_parallel", value, rule, remedy)
     if config.task.seq_len > text.max_position_embeddings:
         yield (
             {"task.seq_len"},
@@ -337,6 +354,10 @@ CHANGEABLE = (
     "logger.",
     "output",
     "parallel.device",
+    "parallel.data_parallel",
+    "parallel.expert_parallel",
+    "parallel.table_shards",
+    "parallel.gpu_memory_gib",
     "runtime.recompute",
     "optim.schedule.",
     "optim.settings.",
