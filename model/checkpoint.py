@@ -95,17 +95,15 @@ def load_weights(model: DeepseekV41, folder: str | Path) -> None:
     targets = dict(_parts(model))
     shapes = {name: tuple(target.shape) for name, target in targets.items()}
     with open_checkpoint(folder, ModelConfig.load(folder), shapes) as sources:
-        kept = {}
+        sources = [source for source in sources if source.name in targets]
+        # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
+        kept = {source.name: source.kept().clone() for source in sources if source.kept is not None}
         for source in sources:
-            if source.name not in targets:
-                continue
             target, row = targets[source.name], 0
             for block in source.blocks():
                 target[row : row + len(block)].copy_(block)
                 row += len(block)
-            if source.kept is not None:
-                kept[source.name] = source.kept().clone()
-        model.released_scales = kept
+    model.released_scales = kept
 
 
 def save_pretrained(

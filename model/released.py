@@ -50,7 +50,7 @@ _DTYPES = {  # as safetensors spells them
 }
 SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
 PLAIN = ("F32", "BF16", "F16")
-BLOCK = 2**22  # entries of a tensor that are worked on at a time
+BLOCK = 2**20  # entries of a tensor that are worked on at a time
 
 
 def packing_of(name: str) -> Packing | None:

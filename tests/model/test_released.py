@@ -317,13 +317,26 @@ def test_plain_to_released_is_the_slow_reference(tmp_path) -> None:
     assert not out
 
 
-def test_blocks_do_not_show(tmp_path, released, monkeypatch) -> None:
-    """Files are the same whether tensors go whole or 32 rows at a time."""
+def test_blocks_do_not_show_and_no_tensor_is_held_whole(tmp_path, released, monkeypatch) -> None:
+    """Files are the same whether tensors go whole or 32 rows at a time; only scales are ever read in one piece."""
     folder, _ = released
-    save_pretrained(load_pretrained(folder), tmp_path / "whole", format="released")
+    convert_checkpoint(folder, tmp_path / "whole", "bf16")
+    read, pieces = model.released.Shards.read, []
+
+    def watched(self, name, rows=None):
+        if not name.endswith(".scale"):
+            pieces.append(rows.stop - rows.start)
+        return read(self, name, rows)
+
+    monkeypatch.setattr(model.released.Shards, "read", watched)
     monkeypatch.setattr(model.released, "BLOCK", 1)
-    save_pretrained(load_pretrained(folder), tmp_path / "blocks", format="released")
+    convert_checkpoint(folder, tmp_path / "blocks", "bf16")
+    assert max(pieces) == 32 and min(pieces) < 32
     assert (tmp_path / "whole" / SINGLE).read_bytes() == (tmp_path / "blocks" / SINGLE).read_bytes()
+    save_pretrained(load_pretrained(folder), tmp_path / "a", format="released")
+    monkeypatch.undo()
+    save_pretrained(load_pretrained(folder), tmp_path / "b", format="released")
+    assert (tmp_path / "a" / SINGLE).read_bytes() == (tmp_path / "b" / SINGLE).read_bytes()
 
 
 def bad_nan(t: dict) -> None:
