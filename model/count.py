@@ -212,9 +212,14 @@ def head_gradient_bytes(config: ModelConfig) -> int:
 
 
 def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights of which bf16 autocast makes a copy: every matrix of the blocks but those applied in fp32."""
+    """Weights of which bf16 autocast keeps a copy for the backward: the blocks' matrices, but for those applied in fp32
+    and the indexers', whose inputs are detached.
+    """
     for name, parameter in model.named_parameters():
-        if part_of(name) in (*OUTSIDE_BACKBONE, "embedding", "head", "mHC", "routers") or parameter.dim() < 2:
+        if (
+            part_of(name) in (*OUTSIDE_BACKBONE, "embedding", "head", "mHC", "routers", "indexers")
+            or parameter.dim() < 2
+        ):
             continue
         if not name.endswith(ELEMENTWISE):
             yield name, parameter
@@ -249,7 +254,7 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
 def _block_inputs(c: TextConfig, layer: int, bf16: bool) -> float:
     """Bytes per token that a checkpointed block keeps: what enters it, and what its outputs add for later layers."""
     width, ratio = 2 if bf16 else 4, c.ratio(layer)
-    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult
+    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult + 4 * c.n_routed_experts
     if layer in c.kv_source_layer_ids:
         size += width * (c.head_dim + c.index_head_dim) / ratio
     if layer in c.index_source_layer_ids:

@@ -150,9 +150,14 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("wide", [{}, {"hidden_size": 96, "hc_mult": 2, "num_experts_per_tok": 3, "index_n_heads": 4}])
+@pytest.mark.parametrize(
+    "wide",
+    [{}, {"hidden_size": 96, "hc_mult": 2, "num_experts_per_tok": 3, "n_routed_experts": 12, "q_lora_rank": 40}],
+    ids=["narrow", "wide"],
+)
 def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: bool, wide: dict) -> None:
-    config, length = tiny_config(engram=True, **wide), 256
+    heads = {"head_dim": 32, "index_head_dim": 32}  # multiples of the quantisers' groups, or their padding is kept too
+    config, length = tiny_config(engram=True, **heads, **wide), 256
     token_map = torch.arange(config.text.vocab_size) % 50
     built = build_model(config, Runtime(recompute=recompute), token_map)
     own = {tensor.untyped_storage()._cdata for tensor in [*built.parameters(), token_map]}
@@ -168,5 +173,5 @@ def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: boo
     expected = length * sum(parts.values()) + count.head_gradient_bytes(config)
     if bf16 and not recompute:
         expected += sum(2 * parameter.numel() for _, parameter in count.autocast_copies(built))
-    layout = 300 * length  # positions, rotations and slots of the batch, which count for nothing at real widths
-    assert 0.98 * expected <= alive <= 1.02 * expected + layout
+    # Positions, rotations and slots of the batch count for nothing at real widths and are left out.
+    assert 0 <= alive - expected < 200 * length
