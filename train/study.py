@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from pydantic import Field, TypeAdapter, ValidationError
@@ -31,8 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from train import checkpoint
+from train.build import build
 from train.checkpoint import write_text
 from train.config import CONF_DIR, STRICT, Config, differences, open_overrides, parse, to_dict
+from train.loop import evaluate, resume
 
 IRRELEVANT = ("name", "output", "logger.", "checkpoint.", "task.sample_", "task.eval_every")  # move no weight
 
@@ -128,10 +132,10 @@ class Runner:
         self.study, self.extra, self.workers = study, tuple(extra), jobs
         self.directory = output / study.experiment
         self.base = self._compose(())
-        self.processes: set[subprocess.Popen] = set()
+        self.running: set[int] = set()  # process ids
 
     def run(self) -> dict[str, Any]:
-        """Train what is missing; tuned arms first choose on the first seed. Returns the numbers of ``report``."""
+        """Train what is missing; tuned arms first choose on the first seed. Returns what ``summarise`` makes of it."""
         study = self.study
         first, rest = study.seeds[0], study.seeds[1:]
         trials = {
@@ -145,7 +149,8 @@ class Runner:
             name: {job.value: self.state(job)["last_valid"]["loss"] for job in tried} for name, tried in trials.items()
         }
         chosen = {name: min(losses, key=losses.__getitem__) for name, losses in tuning.items()}
-        self.train([self.job(name, value, seed) for name, value in chosen.items() for seed in rest])
+        if chosen:
+            self.train([self.job(name, value, seed) for name, value in chosen.items() for seed in rest])
         runs = {
             name: {seed: self.numbers(self.job(name, chosen.get(name), seed)) for seed in study.seeds}
             for name in study.arms
@@ -186,8 +191,9 @@ class Runner:
             except BaseException:
                 for future in futures:
                     future.cancel()
-                for process in tuple(self.processes):
-                    process.terminate()  # the run saves its state
+                for pid in tuple(self.running):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)  # the run saves its state
                 raise
         if failures:
             header = f"{len(failures)} of {len(waiting)} runs failed; the others are kept"
@@ -207,10 +213,10 @@ class Runner:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C comes to this process, which passes it on as "save and stop"
             )
-            self.processes.add(process)
-            _, status, usage = os.wait4(process.pid, 0)
+            self.running.add(process.pid)
+            _, status, usage = os.wait4(process.pid, 0)  # like process.wait(), and says what the process used
+            self.running.discard(process.pid)
             process.returncode = os.waitstatus_to_exitcode(status)
-            self.processes.discard(process)
         add_cost(directory, time.perf_counter() - started, usage.ru_utime + usage.ru_stime)
         if process.returncode == 0:
             return None
@@ -225,21 +231,20 @@ class Runner:
     def numbers(self, job: Job) -> dict[str, float]:
         """The study's measures of a finished run, its seconds of training and its process's CPU seconds."""
         state = self.state(job)
-        records = {name: self._evaluation(job, name) for name in self.study.evaluations}
+        records = {name: self._evaluation(job, changes) for name, changes in self.study.evaluations.items()}
         found = {name: value_of({**state["last_valid"], **records}, m.path) for name, m in self.study.measures.items()}
         cost = json.loads((job.config.run_dir / "cost.json").read_text(encoding="utf-8"))
         return {**found, "tokens": state["tokens"], "seconds": state["seconds"], "cpu_seconds": cost["cpu_seconds"]}
 
-    def _evaluation(self, job: Job, name: str) -> dict[str, Any]:
-        """The run's final weights, evaluated under the overrides of evaluation ``name``; kept beside the run."""
-        path = job.config.run_dir / f"evaluation-{name}.json"
+    def _evaluation(self, job: Job, changes: list[str]) -> dict[str, Any]:
+        """The run's final weights, evaluated under the overrides ``changes``; kept beside the run."""
+        path = job.config.run_dir / f"evaluation-{as_name(changes)}.json"
         if not path.exists():
-            say(f"evaluating {job}: {name}")
-            from train import build, loop  # heavy, and only needed here
-
-            run = build.build(parse(self._raw((*job.overrides, *self.study.evaluations[name]))))
-            loop.resume(run, checkpoint.latest(job.config.run_dir / "checkpoints"))
-            write_text(path, json.dumps(loop.evaluate(run)))
+            say(f"evaluating {job} with {' '.join(changes)}")
+            with one_thread():
+                run = build(parse(self._raw((*job.overrides, *changes))))
+                resume(run, checkpoint.latest(job.config.run_dir / "checkpoints"))
+                write_text(path, json.dumps(evaluate(run)))
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _arguments(self, overrides: Sequence[str]) -> tuple[str, ...]:
@@ -273,7 +278,23 @@ def read_study(name: str) -> Study:
 def run_name(changed: list[tuple[str, Any, Any]], seed: int) -> str:
     """A run's directory name: how it differs from its experiment, and its seed."""
     parts = [f"{key.split('.')[-1]}-{new}" for key, _, new in changed if key != "seed"]
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([*(parts or ["base"]), f"seed{seed}"]))
+    return as_name([*(parts or ["base"]), f"seed{seed}"])
+
+
+def as_name(parts: Sequence[str]) -> str:
+    """A file name that says ``parts``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as the runs do, to the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def relevant(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:

@@ -41,7 +41,7 @@ def small(arms: dict[str, Arm], **changes) -> Study:
             "cost": Measure("plain.loss - loss"),
             "recall": Measure("index_recall", 2),
         },
-        "evaluations": {"plain": ["runtime.kv_quant=false"], "same": []},
+        "evaluations": {"plain": ["runtime.kv_quant=false"], "same": ["runtime.kv_quant=true"]},
         "claims": [Claim("fast learns more", "loss", "fast", "slow", "lower")],
     }
     return Study(**{**settings, **changes})
@@ -101,7 +101,7 @@ def test_the_table_says_what_the_runs_say(done) -> None:
 def test_evaluations_use_the_final_weights(done) -> None:
     output, result = done
     run = output / "study" / "base-seed0"
-    same, plain = (json.loads((run / f"evaluation-{name}.json").read_text()) for name in ("same", "plain"))
+    same, plain = (json.loads((run / f"evaluation-runtime.kv_quant_{on}.json").read_text()) for on in ("true", "false"))
     assert same["loss"] == result["arms"]["fast"]["seeds"]["0"]["loss"] != plain["loss"]
     assert result["arms"]["fast"]["seeds"]["0"]["cost"] == plain["loss"] - same["loss"]
 
@@ -145,6 +145,7 @@ def one_run(output: Path, extra: list[str]) -> Runner:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
     """Ctrl-C stops the runs after their step with their state saved; the same study continues them."""
     extra = [*tiny, "task.tokens=4000", "checkpoint.every=1000"]
