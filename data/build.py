@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from data.chat import REQUIRED
 from data.config import DataConfig
 from data.errors import DataError, Policy
 from data.images import VisionSettings
@@ -49,11 +50,12 @@ def build_loaders(
     problems = cfg.problems() + _argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision)
     if problems:
         raise ValueError("\n".join(problems))
-    settings = VisionSettings.from_config(vision) if cfg.source in IMAGE_SOURCES else None
+    settings = VisionSettings.from_config(vision) if _with_images(cfg, tokenizer, vision) else None
     assembler = Assembler(seq_len, special_ids(tokenizer), settings)
     train_source, validation_source = open_sources(cfg)
 
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False)
+    chat = cfg.source == "chat"
+    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=chat)
     source_id = train_source.identity(content=not cfg.streaming)
     windows = _train_windows(cfg, train_source, source_id, encoder, seed if cfg.shuffle else None)
     fingerprint = {
@@ -67,9 +69,15 @@ def build_loaders(
         "seed": seed,
     }
     train = TrainLoader(windows, assembler, batch_size, rank, world_size, fingerprint, ahead=cfg.streaming)
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True)
+    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True, conversations=chat)
     valid = _validation_loader(cfg, validation_source, encoder, assembler, batch_size, rank, world_size)
     return train, valid
+
+
+def _with_images(cfg: DataConfig, tokenizer: Tokenizer, vision: Mapping[str, Any] | None) -> bool:
+    """Conversations may have images where model and tokenizer know them; elsewhere these are refused one by one."""
+    possible = vision is not None and special_ids(tokenizer).image is not None
+    return cfg.source in IMAGE_SOURCES or (cfg.source == "chat" and possible)
 
 
 def _argument_problems(
@@ -82,6 +90,7 @@ def _argument_problems(
     vision: Mapping[str, Any] | None,
 ) -> list[str]:
     images = cfg.source in IMAGE_SOURCES
+    missing = [token for token in REQUIRED if cfg.source == "chat" and tokenizer.token_to_id(token) is None]
     checks = [
         (seq_len >= 2, f"seq_len={seq_len}: must be at least 2, a token and its target"),
         (
@@ -100,6 +109,7 @@ def _argument_problems(
             not images or special_ids(tokenizer).image is not None,
             f"data.source={cfg.source}: the tokenizer has no image token; use data.tokenizer=train or add one",
         ),
+        (not missing, f"data.source=chat: the tokenizer has no {', '.join(missing)}; add them or use another"),
     ]
     return [message for ok, message in checks if not ok]
 
@@ -116,7 +126,7 @@ def _train_windows(
 
 
 def _store(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder) -> TokenStore:
-    if cfg.source not in IMAGE_SOURCES:
+    if encoder.vision is None:  # the cache holds no images
         return cached(source, source_id, encoder, cfg.on_error, cfg.cache_path)
     policy = Policy(cfg.on_error)
     return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub", "image_text", "digits")
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub", "image_text", "chat", "digits")
 BUILT_IN = ("stdlib", "digits")  # bring their own data, so they take no paths
 MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
 
@@ -18,12 +18,13 @@ class DataConfig:
     Attributes:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document a file),
             `jsonl`, `parquet`, `hub` (a dataset id or local dataset folder, read with `datasets`), `image_text` (JSONL
-            records whose `field` is a list of text and image parts) or `digits` (scikit-learn's, with their names).
+            records whose `field` is a list of text and image parts), `chat` (JSONL conversations, see `chat.py`; a
+            conversation is never cut) or `digits` (scikit-learn's, with their names).
         paths: files, folders (hidden files inside them are left out) or glob patterns; for `hub` one id or folder;
             empty for `stdlib` and `digits`.
         validation_paths: held-out files; when empty, a stable hash holds out `validation_share`: whole files for
             `stdlib` and `text`, single records (by content, so that copies stay on one side) for the others.
-        field: the column that holds the text (`image_text`: the list of parts).
+        field: the column that holds the text (`image_text`: the list of parts; `chat`: the messages).
         hub_name, hub_revision, hub_split, hub_validation_split: passed to `datasets.load_dataset`.
         streaming: tokenise while training instead of once into the cache; needs `validation_rows`.
         on_error: `stop` raises `DataError` at the first bad record, `skip` counts it by reason and goes on.

@@ -7,6 +7,8 @@ NEWLINE, then END; the token grid is the patch grid divided by `downsample_ratio
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 import warnings
 from collections.abc import Mapping
@@ -132,31 +134,37 @@ def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor
     return patches.reshape(rows * columns, 3, patch, patch), grid
 
 
-def open_picture(path: Path, file: str, line: int) -> Picture:
-    """Check an image file and note its size; its pixels are decoded again whenever a batch needs them.
+def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
+    """Check an image, a file or its content, and note its size; it is decoded again whenever a batch needs its pixels.
 
     Raises `DataError` at `file`:`line`, the record that names the image, for an image that is missing, damaged, in no
     known format or larger than MAX_PIXELS.
     """
-    with _refusals(path, file, line), Image.open(path) as image:
-        width, height = image.size
+    name = f"image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
+
+    def opened() -> Image.Image:
+        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
+
+    with _refusals(name, file, line), opened() as picture:
+        width, height = picture.size
         if width * height > MAX_PIXELS:
-            detail = f"{path} unpacks to {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
+            detail = f"{name} unpacks to {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
             raise DataError(file, line, "image is too large", detail)
-        image.load()  # a damaged image is found now and not in the middle of training
+        picture.load()  # a damaged image is found now and not in the middle of training
 
     def load() -> Image.Image:
-        with _refusals(path, file, line), Image.open(path) as image:
-            return image.convert("RGB")
+        with _refusals(name, file, line), opened() as picture:
+            return picture.convert("RGB")
 
-    return Picture(str(path), load, width, height)
+    key = hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else name
+    return Picture(key, load, width, height)
 
 
 class _refusals:
     """Turn what Pillow raises into a `DataError` that names the image and the record that asked for it."""
 
-    def __init__(self, path: Path, file: str, line: int):
-        self.path, self.file, self.line = path, file, line
+    def __init__(self, name: str, file: str, line: int):
+        self.name, self.file, self.line = name, file, line
         self.warnings = warnings.catch_warnings()
 
     def __enter__(self) -> None:
@@ -166,10 +174,10 @@ class _refusals:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.warnings.__exit__(kind, error, trace)
         if isinstance(error, FileNotFoundError):
-            raise DataError(self.file, self.line, "missing image", str(self.path)) from None
+            raise DataError(self.file, self.line, "missing image", self.name) from None
         if isinstance(error, UnidentifiedImageError):
-            raise DataError(self.file, self.line, "unknown image format", str(self.path)) from None
+            raise DataError(self.file, self.line, "unknown image format", self.name) from None
         if isinstance(error, Image.DecompressionBombError):
-            raise DataError(self.file, self.line, "image is too large", str(self.path)) from None
+            raise DataError(self.file, self.line, "image is too large", self.name) from None
         if isinstance(error, OSError | SyntaxError | EOFError) or (error and type(error) is ValueError):
-            raise DataError(self.file, self.line, "corrupt image", f"{self.path}: {error}") from None
+            raise DataError(self.file, self.line, "corrupt image", f"{self.name}: {error}") from None

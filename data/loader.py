@@ -177,7 +177,10 @@ class Assembler:
                 document, length = int(rows.document[piece]), int(rows.length[piece])
                 first = int(store.offsets[document] + rows.start[piece])
                 ids[i, at : at + length] = store.tokens[first : first + length]
-                labels[i, at + 1 : at + length] = ids[i, at + 1 : at + length]  # the first token is nobody's target
+                targets = ids[i, at + 1 : at + length]  # the first token is nobody's target
+                if store.taught is not None:
+                    targets = np.where(store.taught[first + 1 : first + length], targets, IGNORE)
+                labels[i, at + 1 : at + length] = targets
                 pictures += [(i, at, picture) for picture in store.pictures.get(document, ())]
                 at += length
         width = max(1, *map(len, lengths)) if lengths else 1
@@ -209,10 +212,10 @@ class Assembler:
 class TrainLoader:
     """An endless iterator of batches, epoch after epoch, whose position is exact to the row.
 
-    A batch (CPU tensors): input_ids int64 [B, S]; labels int64 [B, S], unshifted, -100 at padding, at image tokens and
-    at the first token of every piece; seq_lens int64 [B, pieces], zero-padded. From a source with images also
-    pixel_values float32 [patches, 3, p, p], image_grid_hws int64 [images, 2] (h, w in patches), vision_token_types
-    int64 [B, S].
+    A batch (CPU tensors): input_ids int64 [B, S]; labels int64 [B, S], unshifted, -100 at padding, at image tokens, at
+    the first token of every piece and at what a conversation does not teach; seq_lens int64 [B, pieces], zero-padded.
+    From a source with images also pixel_values float32 [patches, 3, p, p], image_grid_hws int64 [images, 2] (h, w in
+    patches), vision_token_types int64 [B, S].
 
     B is `batch_size / world_size`: this rank's slice of the rows of a batch over all ranks.
     """
@@ -341,13 +344,16 @@ class ValidationLoader:
 
 
 def _targets(window: Window, special: SpecialIds) -> tuple[int, int]:
-    """Supervised tokens of the rows and the bytes they stand for: all but each piece's first token and image tokens."""
+    """Supervised tokens of the rows and the bytes they stand for: all but each piece's first token, image tokens and
+    what a conversation does not teach."""
     store, rows = window.store, window.rows
     tokens = num_bytes = 0
     for document, start, length in zip(rows.document, rows.start, rows.length, strict=True):
         first = int(store.offsets[document] + start)
-        tokens += int(length) - 1
-        num_bytes += int(store.byte_counts[first + 1 : first + int(length)].sum(dtype=np.int64))
+        span = slice(first + 1, first + int(length))
+        taught = np.ones(int(length) - 1, np.bool_) if store.taught is None else np.array(store.taught[span])
         if document in store.pictures:
-            tokens -= int((store.tokens[first + 1 : first + int(length)] == special.image).sum())
+            taught &= store.tokens[span] != special.image
+        tokens += int(taught.sum())
+        num_bytes += int(store.byte_counts[span][taught].sum(dtype=np.int64))
     return tokens, num_bytes

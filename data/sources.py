@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py"),
     "jsonl": (".jsonl", ".ndjson"),
     "image_text": (".jsonl", ".ndjson"),
+    "chat": (".jsonl", ".ndjson"),
     "parquet": (".parquet",),
 }
 # Not part of the default corpus: other people's packages, tests (their text repeats the library's and is partly broken
@@ -58,12 +59,28 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """One training document: its parts in reading order, and where it came from (line 0: the whole file)."""
+class Control:
+    """A control token inside a document, by its released spelling. Text that spells it is none."""
 
-    parts: tuple[str | Picture, ...]
+    spelling: str
+
+
+Part = str | Picture | Control
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One training document: its parts in reading order, and where it came from (line 0: the whole file).
+
+    taught: whether each part is to be supervised; None: the whole document is. record: takes the place of the content
+    as `key`, for documents that must stay together.
+    """
+
+    parts: tuple[Part, ...]
     file: str
     line: int
+    taught: tuple[bool, ...] | None = None
+    record: bytes | None = None
 
     @property
     def text(self) -> str:
@@ -72,6 +89,8 @@ class Document:
     @property
     def key(self) -> bytes:
         """What makes two documents the same one: their text and images, not where they lie."""
+        if self.record is not None:
+            return self.record
         return "\0".join(part if isinstance(part, str) else part.key for part in self.parts).encode()
 
 
@@ -109,7 +128,9 @@ def open_sources(cfg: DataConfig) -> tuple[Source, Source]:
     held_out = find_files(cfg.validation_paths, suffixes) if cfg.validation_paths else None
     if cfg.source == "text":
         return (TextFiles(files), TextFiles(held_out)) if held_out else _split_files(files, cfg.validation_share)
-    reader = {"jsonl": JsonLines, "parquet": Parquet, "image_text": ImageTextLines}[cfg.source]
+    from data.chat import ChatLines  # builds on this module
+
+    reader = {"jsonl": JsonLines, "parquet": Parquet, "image_text": ImageTextLines, "chat": ChatLines}[cfg.source]
     source = reader(files, cfg.field)
     return (source, reader(held_out, cfg.field)) if held_out else _split_records(source, cfg.validation_share)
 
@@ -259,7 +280,9 @@ class JsonLines(_Files):
         self.field = field
 
     def read(self, policy: Policy, position: Position = None) -> Reading:
-        """Positions are [file, byte offset of the next line, number of lines before it]."""
+        """Positions are [file, byte offset of the next line, number of lines before it]; a conversation's documents
+        share one, which is why conversations are not streamed.
+        """
         first, offset, line = position or (0, 0, 0)
         for index in range(first, len(self.files)):
             path = self.files[index].path
@@ -271,24 +294,28 @@ class JsonLines(_Files):
                     for raw in file:
                         offset, line = offset + len(raw), line + 1
                         try:
-                            document = self._document(raw, path, line, policy)
+                            documents = self._documents(raw, path, line, policy)
                         except DataError as error:
                             policy.report(error)
                         else:
-                            yield document, partial(list, (index, offset, line))
+                            for document in documents:
+                                yield document, partial(list, (index, offset, line))
             except OSError as error:
                 policy.report(self._unreadable(path, error))
             offset = line = 0
 
-    def _document(self, raw: bytes, path: Path, line: int, policy: Policy) -> Document:
+    def _documents(self, raw: bytes, path: Path, line: int, policy: Policy) -> Sequence[Document]:
+        record = self._record(raw, path, line, policy)
+        return (Document(self._parts(record, path, line), str(path), line),)
+
+    def _record(self, raw: bytes, path: Path, line: int, policy: Policy) -> Any:
         text = decode(raw, str(path), policy, line).strip("\r\n")
         if not text.strip():
             raise DataError(str(path), line, "blank line")
         try:
-            record = json.loads(text)
+            return json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(str(path), line, "invalid JSON", str(error)) from None
-        return Document(self._parts(record, path, line), str(path), line)
 
     def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:
         return (text_of(record, self.field, str(path), line),)
@@ -314,7 +341,7 @@ class ImageTextLines(JsonLines):
                 detail = f'part {number} must be {{"type": "text", "text": ...}} or {{"type": "image", "image": path}}'
                 raise DataError(str(path), line, "part is neither text nor image", detail)
             if kind == "text":
-                parts.append(_encodable(value, str(path), line))
+                parts.append(encodable(value, str(path), line))
             else:
                 parts.append(open_picture(path.parent / value, str(path), line))
         return tuple(parts)
@@ -472,10 +499,11 @@ def text_of(record: Any, field: str, file: str, line: int) -> str:
         raise DataError(file, line, "field is no string", f"{field} is {_kind(value)}")
     if not value.strip():
         raise DataError(file, line, "empty text", f"{field} holds no visible character")
-    return _encodable(value, file, line)
+    return encodable(value, file, line)
 
 
-def _encodable(text: str, file: str, line: int) -> str:
+def encodable(text: str, file: str, line: int) -> str:
+    """`text`, or a `DataError` if it holds what is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character

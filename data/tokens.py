@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -16,8 +17,8 @@ from tokenizers import Encoding, Tokenizer
 from data.cache import atomic_folder, locked
 from data.errors import DataError, Policy, log
 from data.images import VisionSettings, plan_grid
-from data.sources import Document, Picture, Source
-from data.tokenizer import identity, special_ids
+from data.sources import Control, Document, Picture, Source
+from data.tokenizer import EOS, identity, special_ids
 
 VERSION = 2  # raise when the layout of the cache or the tokens of a document change
 BATCH = 128  # documents handed to the tokenizer at once
@@ -32,6 +33,7 @@ class TokenStore:
     byte_counts: uint32 [tokens] or None: the bytes of UTF-8 source text that each token stands for. They add up to the
         documents exactly, whatever the tokenizer: EOS takes what a normaliser dropped at the end.
     pictures: the images of each document that has any, in order.
+    taught: bool [tokens] or None: which tokens may be targets; None means all.
     """
 
     tokens: np.ndarray
@@ -41,6 +43,7 @@ class TokenStore:
     skipped: dict[str, int] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
     pictures: dict[int, list[Picture]] = field(default_factory=dict)
+    taught: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -52,22 +55,32 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document as token ids, with the bytes behind each id if they are counted."""
+    """One document as token ids, with the bytes behind each id if they are counted, and which of them are taught if
+    not all are."""
 
     document: Document
     ids: np.ndarray
     byte_counts: np.ndarray | None
+    taught: np.ndarray | None
 
 
 class Encoder:
     """Turns documents into token ids: BOS, text and image spans in order, EOS.
 
     `vision` is needed for documents with images; such a document may have at most `seq_len` tokens, since an image span
-    cannot be cut.
+    cannot be cut. `conversations`: documents say which of their parts are taught, and none is longer than `seq_len`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, vision: VisionSettings | None, count_bytes: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        vision: VisionSettings | None,
+        count_bytes: bool,
+        conversations: bool = False,
+    ):
         self.tokenizer, self.seq_len, self.vision, self.count_bytes = tokenizer, seq_len, vision, count_bytes
+        self.conversations = conversations
         self.special = special_ids(tokenizer)
         self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
@@ -77,10 +90,15 @@ class Encoder:
         encode = self.tokenizer.encode_batch if self.count_bytes else self.tokenizer.encode_batch_fast
         encodings = iter(encode(texts, add_special_tokens=False))
         for document in documents:
-            encoded = self._assemble(document, encodings)
-            if self.vision and len(encoded.ids) > self.seq_len and len(document.parts) > 1:
-                detail = f"{len(encoded.ids)} tokens for {self.seq_len}; raise seq_len or lower max_image_tokens"
-                policy.report(DataError(document.file, document.line, "image document longer than a row", detail))
+            try:
+                encoded = self._assemble(document, encodings)
+                if len(encoded.ids) > self.seq_len and (self.conversations or self.vision and len(document.parts) > 1):
+                    kind = "conversation" if self.conversations else "image document"
+                    remedy = "raise seq_len" + (" or lower max_image_tokens" if self.vision else "")
+                    detail = f"{len(encoded.ids)} tokens for {self.seq_len}; {remedy}"
+                    raise DataError(document.file, document.line, f"{kind} longer than a row", detail)
+            except DataError as error:
+                policy.report(error)
             else:
                 yield encoded
 
@@ -91,22 +109,48 @@ class Encoder:
 
     def _assemble(self, document: Document, encodings: Iterator[Encoding]) -> Encoded:
         ids = [] if self.special.bos is None else [self.special.bos]
-        counts = [0] * len(ids)
+        counts, ends = [0] * len(ids), []
+        # The texts of a refused document are passed over too, so that the next one finds its own.
+        texts = [next(encodings) for part in document.parts if isinstance(part, str)]
         for part in document.parts:
-            if isinstance(part, Picture):
-                span = plan_grid(part.width, part.height, self.vision).num_tokens
-                ids += [self.special.image] * span
-                counts += [0] * span
-                continue
-            encoding = next(encodings)
-            ids += encoding.ids
-            if self.count_bytes:
-                counts += bytes_per_token(part, encoding.offsets)
+            if isinstance(part, str):
+                encoding = texts.pop(0)
+                ids += encoding.ids
+                if self.count_bytes:
+                    counts += bytes_per_token(part, encoding.offsets)
+            else:
+                ids += self._span(part, document)
+                counts += [0] * (len(ids) - len(counts)) if self.count_bytes else []
+            ends.append(len(ids))
         ids.append(self.special.eos)
-        if not self.count_bytes:
-            return Encoded(document, np.array(ids, self.dtype), None)
-        counts.append(len(document.text.encode()) - sum(counts))
-        return Encoded(document, np.array(ids, self.dtype), np.array(counts, np.uint32))
+        byte_counts = taught = None
+        if self.count_bytes:
+            counts.append(len(document.text.encode()) - sum(counts))
+            byte_counts = np.array(counts, np.uint32)
+        if self.conversations:
+            lengths = np.diff([0, *ends, len(ids)])  # BOS counts to the first part, which is a header
+            taught = np.repeat([*document.taught, document.taught[-1]], lengths)
+        return Encoded(document, np.array(ids, self.dtype), byte_counts, taught)
+
+    def _span(self, part: Picture | Control, document: Document) -> list[int]:
+        """The ids of a part that is no text."""
+        if isinstance(part, Picture):
+            if self.vision is None:
+                detail = "the model has no vision_config, or the tokenizer no image token"
+                raise DataError(document.file, document.line, "image for a model without vision", detail)
+            return [self.special.image] * plan_grid(part.width, part.height, self.vision).num_tokens
+        ids = control_ids(self.tokenizer, part)
+        if self.tokenizer.token_to_id(part.spelling) is None and part.spelling != EOS:
+            if any(part.spelling in text for text in document.parts if isinstance(text, str)):
+                detail = f"{part.spelling}: the tokenizer has no token for it that would tell it from text"
+                raise DataError(document.file, document.line, "text spells a mark of the format", detail)
+        return ids
+
+
+def control_ids(tokenizer: Tokenizer, part: Control) -> list[int]:
+    """The id of a control token; its spelling in text tokens if the tokenizer has none (EOS is found by its role)."""
+    found = special_ids(tokenizer).eos if part.spelling == EOS else tokenizer.token_to_id(part.spelling)
+    return tokenizer.encode(part.spelling, add_special_tokens=False).ids if found is None else [found]
 
 
 def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
@@ -138,6 +182,7 @@ def collect(encoded: Iterable[Encoded], policy: Policy) -> TokenStore:
         skipped=dict(policy.skipped),
         repaired=dict(policy.repaired),
         pictures={i: p for i, e in enumerate(items) if (p := _pictures(e.document))},
+        taught=np.concatenate([e.taught for e in items]) if items and items[0].taught is not None else None,
     )
 
 
@@ -153,6 +198,8 @@ def cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fold
     Raises `DataError` under policy `stop`; then nothing is left in the cache.
     """
     known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
+    if encoder.conversations:
+        known += f" {encoder.seq_len}"  # longer ones are left out
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
     with locked(path):
         if not path.exists():
@@ -167,17 +214,23 @@ def cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fold
         num_bytes=meta["bytes"],
         skipped=meta["skipped"],
         repaired=meta["repaired"],
+        taught=_map(path / "taught.bin", np.bool_) if encoder.conversations else None,
     )
 
 
 def _write(source: Source, encoder: Encoder, policy: Policy, folder: Path) -> None:
     lengths, num_bytes = [], 0
     documents = (document for document, _ in source.read(policy))
-    with (folder / "tokens.bin").open("wb") as tokens, (folder / "byte_counts.bin").open("wb") as counts:
+    with ExitStack() as files:
+        tokens, counts, taught = (
+            files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "taught")
+        )
         for encoded in encoder.encode_all(documents, policy):
             _append(tokens, encoded.ids)
             if encoded.byte_counts is not None:
                 _append(counts, encoded.byte_counts)
+            if encoded.taught is not None:
+                _append(taught, encoded.taught)
             lengths.append(len(encoded.ids))
             num_bytes += len(encoded.document.text.encode())
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from train import config, convert, plan, pretrain
 from train.loop import Interrupted, NonFiniteError
 
-TASKS = {"pretrain": pretrain.run, "plan": plan.run, "convert": convert.run}
+TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "plan": plan.run, "convert": convert.run}
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")

@@ -43,7 +43,10 @@ def build(config: Config) -> Run:
     torch.manual_seed(config.seed)
     device = pick_device(config.parallel.device)
     tokenizer = load_tokenizer(config.data)
-    model_config, token_map, notes = fit_to_tokenizer(ModelConfig.from_dict(config.model), tokenizer)
+    given = ModelConfig.from_dict(config.model)
+    model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
+    if config.init_from is not None and token_map is not None:
+        check_engram(config.init_from, given, model_config)
     vision = None if model_config.vision is None else dataclasses.asdict(model_config.vision)
     train_batches, valid_batches = build_loaders(
         config.data,
@@ -89,6 +92,14 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
         "model", config, fitted, changes
     )
     return fitted, token_map, notes
+
+
+def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
+    """Raise ``ConfigError`` if the trained Engram tables of a checkpoint belong to another tokenizer than its own."""
+    trained, found = (config.text.engram_compressed_vocab_size for config in (given, fitted))
+    if trained != found:
+        rule = f"its Engram tables know {trained} compressed ids, its tokenizer.json has {found}"
+        raise ConfigError([problem("init_from", name, rule, "Use the tokenizer that the checkpoint was trained with")])
 
 
 def freeze(config: Config, model: torch.nn.Module) -> None:

@@ -92,14 +92,24 @@ def load(
         raise CheckpointError(
             f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
         )
-    tensors = _read(folder / "model.safetensors", load_file)
-    _check_tensors(folder, tensors, model.state_dict())
     training = _read(folder / "training.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
-    model.load_state_dict(tensors)
+    load_model(folder, model)
     optimizer.load_state_dict(training["optimizer"])
     set_data(manifest["data"])
     set_random_state(training["random"])
     return State(**manifest["state"])
+
+
+def load_model(folder: Path, model: torch.nn.Module) -> None:
+    """Restore parameters and buffers alone. Raises ``CheckpointError`` for other names, shapes or types."""
+    tensors = _read(folder / "model.safetensors", load_file)
+    _check_tensors(folder, tensors, model.state_dict())
+    model.load_state_dict(tensors)
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the model in a checkpoint."""
+    return _read_manifest(folder)["model"]
 
 
 def latest(directory: Path) -> Path | None:

@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from data import DataConfig
 from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
+from train.initial import find_origin
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
@@ -37,7 +38,7 @@ Rate = Annotated[float, Field(ge=0)]
 class TaskConfig:
     """What is trained on, how much of it, and how a step is cut into forward passes."""
 
-    kind: Literal["pretrain", "plan"]  # plan: compute what the rest of this configuration costs
+    kind: Literal["pretrain", "sft", "plan"]  # plan: compute what the rest of this configuration costs
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: Positive  # rows in one forward pass
@@ -70,6 +71,7 @@ class CheckpointConfig:
 
     every: Positive  # optimizer steps
     keep: Positive
+    export: bool = False  # write the complete run's model as a checkpoint folder in the released layout: <run>/export
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -95,7 +97,7 @@ class LoggerConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class Config:
-    """A whole run."""
+    """A whole run. The name of a checkpoint for ``init_from``: see ``train/initial.py``."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     output: str  # run directories are made in here
@@ -108,6 +110,7 @@ class Config:
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     logger: LoggerConfig
+    init_from: str | None = None  # begin with the weights of this checkpoint, and take its model and its tokenizer
 
     @property
     def run_dir(self) -> Path:
@@ -171,6 +174,8 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
     if converts:  # a training run's sections may refer to settings that this task does not have
         unused = {field.name for field in fields(Config)} - {"task"}
         raw = {key: raw[key] for key in raw if key not in unused}
+    elif isinstance(raw.get("init_from"), str):
+        raw = _with_origin(raw)
     try:
         tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -186,6 +191,22 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
         raise ConfigError(problems)
     assert config is not None
     return config
+
+
+def _with_origin(raw: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with the model and the tokenizer of the checkpoint in ``init_from``."""
+    tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=False)
+    try:
+        origin = find_origin(tree["init_from"])
+    except ValueError as error:
+        raise ConfigError([problem("init_from", tree["init_from"], str(error), "Correct the path")]) from None
+    data = tree.get("data")
+    if isinstance(data, dict):
+        if data.get("tokenizer", "train") != "train":
+            rule, remedy = "the tokenizer of init_from is used, no other fits its weights", "Leave data.tokenizer out"
+            raise ConfigError([problem("data.tokenizer", data["tokenizer"], rule, remedy)])
+        data["tokenizer"] = str(origin.tokenizer)
+    return {**tree, "model": origin.model}
 
 
 def _parse_conversion(tree: dict[str, Any]) -> Conversion:
@@ -289,6 +310,13 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _model_checks(config)
     for text in config.data.problems():
         yield {"data"}, text if text.startswith("data.") else f"data.{text}"
+    if config.task.kind == "sft":
+        if config.data.source != "chat":
+            rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
+            yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
+        if config.init_from is None:
+            rule, remedy = "task=sft starts from a checkpoint", "Name its folder or a run directory: init_from=..."
+            yield {"init_from"}, problem("init_from", None, rule, remedy)
     parallel = config.parallel
     if parallel.device == "cuda" and not torch.cuda.is_available():
         yield (
@@ -309,7 +337,9 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     known = [*ModelConfig().to_dict(), "vision_config", "quantization_config"]
     misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig names these; other keys it carries along
-    for key in sorted(config.model.keys() - set(known) - misplaced):
+    # The config.json of others has more keys, which are carried along.
+    foreign = set() if config.init_from else config.model.keys() - set(known) - misplaced
+    for key in sorted(foreign):
         close = difflib.get_close_matches(key, known, n=1)
         remedy = f"Did you mean model.{close[0]}?" if close else f"Known in model: {', '.join(known)}"
         yield {"model"}, problem(f"model.{key}", config.model[key], "no such key", remedy)

@@ -1,4 +1,6 @@
-"""Pre-training: next-token prediction on packed documents, from the start or from where the run directory stands."""
+"""Training on packed documents (``task=pretrain``) or conversations (``task=sft``): from the start, from another
+checkpoint, or from where the run directory stands.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ from pathlib import Path
 
 import yaml
 
+from data.chat import prompt_ids
+from model import save_pretrained
 from optim import format_table
 from train import checkpoint
 from train.build import Run, build
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
+from train.initial import load_origin
 from train.loop import resume, train
 from train.metrics import Reporter
 from train.sample import sample
@@ -26,7 +31,8 @@ def run(config: Config) -> None:
         folder, changes = find_state(config)
         print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
         objects = build(config)
-        state = resume(objects, folder) if folder else State()
+        state = resume(objects, folder) if folder else begin(objects)
+        write_text(config.run_dir / "tokenizer.json", objects.tokenizer.to_str(pretty=True))
         write_text(config.run_dir / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         report = Reporter(config, state)
         try:
@@ -35,6 +41,13 @@ def run(config: Config) -> None:
             _summarise(objects, state, report)
         finally:
             report.close()
+
+
+def begin(run: Run) -> State:
+    """The state before the first step; the weights are those of ``init_from``, if that is set."""
+    if run.config.init_from is not None:
+        run.notes.append(f"weights: {load_origin(run.model, run.config.init_from)}")
+    return State()
 
 
 def find_state(config: Config) -> tuple[Path | None, list[str]]:
@@ -88,18 +101,30 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
         text = sample(
             run.model,
             run.tokenizer,
-            task.sample_prompt,
+            _prompt(run),
             tokens=task.sample_tokens,
             temperature=task.sample_temperature,
             seed=run.config.seed,
             stop=run.model_config.eos_token_id,
         )
-        report.log(f"sample: {task.sample_prompt!r} continues\n{task.sample_prompt}{text}\n" + "-" * width)
+        shown = f"is answered\n{text}" if task.kind == "sft" else f"continues\n{task.sample_prompt}{text}"
+        report.log(f"sample: {task.sample_prompt!r} {shown}\n" + "-" * width)
     report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     report.log(
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
     )
     report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
+    if run.config.checkpoint.export:
+        save_pretrained(run.model, directory / "export", run.tokenizer)
+        report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")
     report.log(f"metrics:    {directory / 'metrics.jsonl'}")
+
+
+def _prompt(run: Run) -> list[int]:
+    """The tokens of ``task.sample_prompt``; for ``sft`` it is what a user says, up to where the answer begins."""
+    task = run.config.task
+    if task.kind == "sft":
+        return prompt_ids(run.tokenizer, [{"role": "user", "content": task.sample_prompt}])
+    return run.tokenizer.encode(task.sample_prompt, add_special_tokens=False).ids

@@ -10,14 +10,14 @@ from tokenizers import Tokenizer
 def sample(
     model: torch.nn.Module,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: list[int],
     *,
     tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
     stop: int | None = None,
 ) -> str:
-    """The text that ``model`` writes after ``prompt``.
+    """The text that ``model`` writes after the tokens ``prompt``.
 
     Args:
         tokens: how many new tokens at most.
@@ -26,8 +26,7 @@ def sample(
         stop: token id that ends the text early, usually the end-of-sequence id.
     """
     device = next(model.parameters()).device
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    start = len(ids)
+    ids = list(prompt)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
         logits = model(input_ids=torch.tensor([ids], device=device)).logits[0, -1].float().cpu()
@@ -38,4 +37,4 @@ def sample(
         if token == stop:
             break
         ids.append(token)
-    return tokenizer.decode(ids[start:], skip_special_tokens=False)
+    return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=False)

@@ -127,6 +127,7 @@ def test_what_a_run_leaves(whole: Config, capsys: pytest.CaptureFixture[str]) ->
         "config.yaml",
         "loss.png",
         "metrics.jsonl",
+        "tokenizer.json",
         "train.log",
     ]
     log = (whole.run_dir / "train.log").read_text(encoding="utf-8")

@@ -1,0 +1,67 @@
+"""``init_from``: a run that begins with the weights, the model and the tokenizer of a checkpoint.
+
+What can be named: a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``;
+quantised or not; a run's ``export`` is one), a run directory, or one of its checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import ModelConfig, load_weights
+from train import checkpoint
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint to begin from: its folder, its model's configuration and the file of its tokenizer."""
+
+    folder: Path
+    model: dict[str, Any]
+    tokenizer: Path
+
+
+def find_origin(name: str) -> Origin:
+    """The checkpoint that ``init_from`` names. Only the small files are read.
+
+    Raises:
+        ValueError: it is none, is incomplete, or its configuration cannot be used.
+    """
+    folder = Path(name).expanduser()
+    newest = checkpoint.latest(folder / "checkpoints")
+    if _is_released(folder):
+        model, tokenizer = ModelConfig.load(folder).to_dict(), folder / "tokenizer.json"
+    elif newest or (folder / "state.json").is_file():
+        folder = newest or folder
+        model, tokenizer = checkpoint.model_config(folder), folder.resolve().parent.parent / "tokenizer.json"
+    else:
+        what = "holds neither config.json nor state.json" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {what}; name a checkpoint folder, a run directory or one of its checkpoints")
+    if not tokenizer.is_file():
+        raise ValueError(f"{tokenizer} does not exist; the weights are of no use without their tokenizer")
+    return Origin(folder, model, tokenizer)
+
+
+def load_origin(model: torch.nn.Module, name: str) -> Path:
+    """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start anew.
+
+    Raises:
+        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+    """
+    folder = find_origin(name).folder
+    if not _is_released(folder):
+        checkpoint.load_model(folder, model)
+        return folder
+    try:
+        load_weights(model, folder)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return folder
+
+
+def _is_released(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
