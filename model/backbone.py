@@ -177,8 +177,9 @@ class DeepseekV41(nn.Module):
         logits = self.head(trace.hidden).float()
         loss = None
         if labels is not None:
-            targets = next_token_targets(pack.flatten(labels), pack.document)
-            loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100)
+            targets = self._targets(labels, pack)
+            loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
         hidden_states = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
         return Output(pack.unflatten(logits), loss, hidden_states)
 
@@ -187,7 +188,7 @@ class DeepseekV41(nn.Module):
     ) -> Totals:
         """What this batch adds to the step's totals; costs no forward."""
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        taught = next_token_targets(pack.flatten(labels), pack.document) >= 0
+        taught = self._targets(labels, pack) >= 0
         queries = [
             (taught & (pack.position + 1 >= self.config.text.ratio(layer))).sum()
             for layer in self.config.text.index_source_layer_ids
@@ -209,7 +210,7 @@ class DeepseekV41(nn.Module):
         """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`."""
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
-        targets = next_token_targets(pack.flatten(labels), pack.document)
+        targets = self._targets(labels, pack)
         taught = targets >= 0
         rows = taught.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
@@ -235,6 +236,17 @@ class DeepseekV41(nn.Module):
     def balance_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
+
+    def _targets(self, labels: Tensor, pack: Pack) -> Tensor:
+        """int64 [T]: the token that each position is trained to predict, -100 for none."""
+        if labels.shape != (pack.rows, pack.row_length):
+            raise ValueError(f"labels must be [{pack.rows}, {pack.row_length}], got {list(labels.shape)}")
+        flat = pack.flatten(labels)
+        wrong = flat[((flat < 0) & (flat != -100)) | (flat >= self.config.text.vocab_size)]
+        if wrong.numel():
+            vocabulary = self.config.text.vocab_size
+            raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{vocabulary - 1}")
+        return next_token_targets(flat, pack.document)
 
     def _trace(self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Trace:
         text = self.config.text
@@ -263,11 +275,17 @@ class DeepseekV41(nn.Module):
     def _embed(self, tokens: Tensor, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Tensor:
         """[T, d]: token embeddings, with image spans replaced by tower features and the three learned vectors."""
         x = self.embed(tokens)
+        if (pixel_values is None) != (image_grid_hws is None):
+            raise ValueError("pixel_values and image_grid_hws come together; one of them is missing")
         if vision_token_types is None:
+            if pixel_values is not None:
+                raise ValueError("pixel_values need vision_token_types, which say where the images stand")
             return x
-        if self.config.vision is None:
-            raise ValueError("the batch has image tokens, but this model's configuration has no vision_config")
         types = pack.flatten(vision_token_types)
+        if self.config.vision is None:
+            if pixel_values is not None or bool((types >= 0).any()):
+                raise ValueError("the batch has images, but this model's configuration has no vision_config")
+            return x
         slots = (types == IMAGE).nonzero().flatten()
         found = 0
         if pixel_values is not None:

@@ -335,4 +335,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise FileNotFoundError(
             f"{path} does not exist; a model with Engram layers needs its tokenizer to compress token ids"
         )
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer: {error}") from None

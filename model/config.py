@@ -192,6 +192,8 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config"), dict) or not raw["text_config"]:
+            raise ValueError(f"{path}: must be a JSON object with the released keys, text_config among them")
         try:
             return cls.from_dict(raw)
         except ValueError as error:
@@ -240,6 +242,9 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.attention not in ("sparse", "dense"):
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
+        for key in ("balance_coef", "indexer_coef"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise ValueError(f"runtime.{key}: is {getattr(self, key)}, must be 0 or more and finite")
 
 
 def text_problems(c: TextConfig) -> list[str]:
@@ -265,6 +270,10 @@ def text_problems(c: TextConfig) -> list[str]:
         ("norm_topk_prob", True),
     ):
         need(getattr(c, key) == only, key, f"is {getattr(c, key)!r}, V4.1 has only {only!r}")
+    for key in ("rms_norm_eps", "hc_eps", "swiglu_limit", "rope_theta", "compress_rope_theta", "initializer_range"):
+        need(getattr(c, key) > 0, key, f"is {getattr(c, key)}, must be positive")
+    for key in ("factor", "original_max_position_embeddings"):
+        need(getattr(c.rope_scaling, key) > 0, f"rope_scaling.{key}", "must be positive")
     need(c.rope_scaling.rope_type == "yarn", "rope_scaling.rope_type", "V4.1 uses 'yarn'")
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", f"is {c.qk_rope_head_dim}, must be even (rotated pairs)")
     for key in ("head_dim", "index_head_dim"):

@@ -117,19 +117,22 @@ def select_from_candidates(
 
 
 def _query_chunks(entries: Entries, heads: int, block: int):
-    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see; queries that see
-    none are left out.
+    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see, bounded in size also
+    where a chunk spans many short documents; queries that see none are left out.
     """
-    tokens = entries.host_to.shape[0]
-    widest = int((entries.host_to - entries.host_from).max()) if tokens else 0
+    first, last = entries.host_from.tolist(), entries.host_to.tolist()
     budget = CHUNK_ELEMENTS.get(entries.visible_to.device.type, CHUNK_ELEMENTS["cuda"])
-    step = max(16, budget // max(1, heads * widest))
-    for start in range(0, tokens, step):
-        stop = min(start + step, tokens)
-        low, high = int(entries.host_from[start]), int(entries.host_to[stop - 1])
-        high = min(-(-high // block) * block, entries.slots)
+    tokens, start = len(first), 0
+    while start < tokens:
+        low, size = first[start], 16
+        # a chunk's reach only grows along the pack, so it may double while its scores fit the budget
+        while size < tokens - start and heads * 2 * size * (last[min(start + 2 * size, tokens) - 1] - low) <= budget:
+            size *= 2
+        stop = min(start + size, tokens)
+        high = min(-(-last[stop - 1] // block) * block, entries.slots)
         if high > low:
             yield start, stop, low, high
+        start = stop
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tensor:

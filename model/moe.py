@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert every token gets, padding included; the same clamped SwiGLU without a routing weight."""
+    """The expert every token gets; the same clamped SwiGLU without a routing weight."""
 
     def __init__(self, config: TextConfig):
         super().__init__()

@@ -88,6 +88,12 @@ def build_pack(
     """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
     and `seq_lens` [B, documents] (lengths, zero = none). Raises ValueError when they are malformed.
     """
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must be [rows, positions] and not empty, got {list(input_ids.shape)}")
+    if vision_token_types is not None and vision_token_types.shape != input_ids.shape:
+        raise ValueError(
+            f"vision_token_types must be {list(input_ids.shape)} as input_ids, got {list(vision_token_types.shape)}"
+        )
     rows, row_length = input_ids.shape
     device = input_ids.device
     starts, lengths = _documents(rows, row_length, attention_mask, seq_lens)

@@ -150,14 +150,18 @@ def test_gradients(named) -> None:
 @pytest.mark.parametrize("attention", PATHS)
 @pytest.mark.parametrize("name", EXACT + TRUE_SIZES)
 def test_without_help(name: str, attention: str) -> None:
-    """Plain runs, by the golden README's rule for cases in which a value may round to the other side."""
+    """Plain runs, nothing taken from the oracle. On the machine that the README's table comes from all of EXACT is
+    within 3e-4; on another, noise may put a cache value on the other side of a rounding edge, so the rule is for most
+    tokens, and the golden README's looser one for true head sizes.
+    """
     oracle = load_oracle(name)
     with torch.no_grad():
         output = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))(**oracle.inputs)
     per_token = (output.logits - oracle.expected["logits"])[oracle.real].abs().amax(-1)
-    assert per_token.median() <= 1e-4
-    assert (per_token <= 1e-2).float().mean() >= 0.9
-    assert abs(output.loss.item() - oracle.expected["loss"].item()) <= 1e-2
+    median, bound, loss = (3e-5, 3e-4, 1e-3) if name in EXACT else (1e-4, 1e-2, 1e-2)
+    assert per_token.median() <= median
+    assert (per_token <= bound).float().mean() >= 0.9
+    assert abs(output.loss.item() - oracle.expected["loss"].item()) <= loss
 
 
 @pytest.mark.parametrize("attention", PATHS)

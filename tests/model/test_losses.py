@@ -149,10 +149,10 @@ def test_training_never_builds_the_logits(monkeypatch) -> None:
     assert (80, 61) in seen
 
 
-@pytest.mark.parametrize("attention", ["sparse", "dense"])
-def test_no_tensor_grows_with_the_square_of_the_length(attention: str, monkeypatch) -> None:
-    """The largest tensor of a whole training step at twice the length: twice as large, for the sparse path; the dense
-    path shows that the measurement would see a square.
+@pytest.mark.parametrize(("attention", "document"), [("sparse", None), ("sparse", 4), ("sparse", 64), ("dense", None)])
+def test_no_tensor_grows_with_the_square_of_the_length(attention: str, document: int | None, monkeypatch) -> None:
+    """The largest tensor of a whole training step at twice the length: twice as large, for the sparse path, for one
+    document or many short ones; the dense path shows that the measurement would see a square.
     """
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 2**12)
     monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 2**12)
@@ -170,6 +170,8 @@ def test_no_tensor_grows_with_the_square_of_the_length(attention: str, monkeypat
                 return out
 
         data = {"input_ids": tokens(1, length), "labels": tokens(1, length)}
+        if document:
+            data["seq_lens"] = torch.full((1, length // document), document)
         with Sizes():
             built.losses(**data, totals=built.totals(**data)).total.backward()
         return max(sizes)
@@ -192,3 +194,37 @@ def test_autocast_keeps_the_gradients_near() -> None:
     losses.total.backward()
     assert abs(losses.lm_sum / exact.lm_sum - 1) < 0.05
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(built).values())
+
+
+def test_malformed_batches_are_named() -> None:
+    """What the public API is given wrongly comes out as a sentence, not as an error from deep inside."""
+    built = tiny_model()
+    ids = tokens(1, 12)
+    pixels, grids = torch.zeros(9, 3, 4, 4), torch.tensor([[3, 3]])
+    wrong = [
+        ({"input_ids": ids[0]}, "input_ids must be"),
+        ({"input_ids": ids, "labels": ids[:, :-1]}, "labels must be"),
+        ({"input_ids": ids, "labels": torch.full_like(ids, -5)}, "labels hold -5"),
+        ({"input_ids": ids, "labels": torch.full_like(ids, 10**6)}, "labels hold 1000000"),
+        ({"input_ids": ids, "vision_token_types": ids[:, :-1]}, "vision_token_types must be"),
+        ({"input_ids": ids, "pixel_values": pixels}, "come together"),
+        ({"input_ids": ids, "pixel_values": pixels, "image_grid_hws": grids}, "need vision_token_types"),
+        ({"input_ids": ids, "vision_token_types": torch.ones_like(ids)}, "no vision_config"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            built(**arguments)
+    text_only = torch.full_like(ids, -1)
+    assert torch.equal(built(ids, vision_token_types=text_only).logits, built(ids).logits)
+
+
+def test_no_target_is_a_zero_loss() -> None:
+    """A batch without a supervised target, or of one token: 0 in both APIs, and finite gradients."""
+    built = tiny_model()
+    for ids in (tokens(2, 9), tokens(1, 1)):
+        labels = torch.full_like(ids, -100)
+        assert built(ids, labels=labels).loss == 0
+        losses = built.losses(ids, labels, built.totals(ids, labels))
+        losses.total.backward()
+        assert losses.lm_sum == 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in built.parameters())
