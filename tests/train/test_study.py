@@ -193,7 +193,7 @@ def test_every_shipped_study_composes(name: str, tmp_path: Path) -> None:
     shipped = read_study(name)
     assert len(shipped.seeds) == 3 and shipped.claims
     runner = Runner(shipped, tmp_path, [], 2)
-    jobs = [runner.job(arm, (s.tune.values[0] if s.tune else None), 0) for arm, s in shipped.arms.items()]
+    jobs = [runner.job(arm, (s.tune.values[-1] if s.tune else None), 0) for arm, s in shipped.arms.items()]
     assert len({job.config.run_dir for job in jobs}) == len(jobs)  # arms really differ
 
 
