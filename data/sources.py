@@ -314,7 +314,7 @@ class JsonLines(_Files):
             raise DataError(str(path), line, "blank line")
         try:
             return json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also an integer of more digits than Python converts
             raise DataError(str(path), line, "invalid JSON", str(error)) from None
 
     def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:

@@ -149,6 +149,7 @@ def test_unicode_line_separators_do_not_end_a_json_line(tmp_path):
         (b'{"text": " "}', "empty text"),
         (b'{"text": "x"', "invalid JSON"),
         (b"[" * 100_000, "invalid JSON"),
+        (b'{"text": "x", "id": ' + b"9" * 5000 + b"}", "invalid JSON"),
         (b'{"text": "\xff"}', "invalid UTF-8"),
         (b'{"text": "\\ud800"}', "invalid Unicode"),
         (b"", "blank line"),
