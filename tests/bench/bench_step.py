@@ -29,17 +29,22 @@ def time_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
     inner, whole = [], []
     update = run.optimizer.step
 
+    def now() -> float:
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)  # its work is queued; without this, only the queueing would be timed
+        return time.perf_counter()
+
     def timed() -> None:
-        started = time.perf_counter()
+        started = now()
         update()
-        inner.append(time.perf_counter() - started)
+        inner.append(now() - started)
 
     run.optimizer.step = timed
     batches = iter(run.train_batches)
     for step in range(steps + 2):
-        started = time.perf_counter()
+        started = now()
         train_step(run, [to_device(next(batches), run.device)], step, 0)
-        whole.append(time.perf_counter() - started)
+        whole.append(now() - started)
     return inner[2:], whole[2:]
 
 
