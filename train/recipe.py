@@ -18,7 +18,6 @@ from model import ModelConfig
 from optim import Rule
 
 WEIGHT_DECAY = 0.1
-ENGRAM_LR_FACTOR = 5.0
 VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until decay begins, then its own smaller rate
 
 LAYER = r"layers\.\d+\."
@@ -31,7 +30,7 @@ def report_rules(
     per_head: bool = True,
     tables: Literal["sinkhorn", "adamw"] = "sinkhorn",
     tables_lr_factor: float = 1.0,
-    engram_lr_factor: float = ENGRAM_LR_FACTOR,
+    engram_lr_factor: float,
 ) -> list[Rule]:
     """The report's rules for a model of this configuration.
 
@@ -61,7 +60,7 @@ def report_rules(
     return rules + _vision_rules(config, per_head)
 
 
-def adamw_rules(config: ModelConfig, *, engram_lr_factor: float = ENGRAM_LR_FACTOR) -> list[Rule]:
+def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
     """AdamW for every parameter, with the report's decay, rate factors and schedules: only the method differs."""
     rules = report_rules(config, engram_lr_factor=engram_lr_factor)
     return [replace(rule, method="adamw", blocks=None) for rule in rules]

@@ -60,7 +60,7 @@ def step_case(path: str, length: int):
     """One training step on random tokens."""
     config = bench_config()
     model = build_model(config, Runtime(attention=path))
-    optimizer = Optimizer(assign(model.named_parameters(), adamw_rules(config)), Settings())
+    optimizer = Optimizer(assign(model.named_parameters(), adamw_rules(config, engram_lr_factor=5.0)), Settings())
     optimizer.set_lr(1e-4)
     ids = torch.randint(0, config.text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     totals = model.totals(ids, ids)
