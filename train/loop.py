@@ -235,11 +235,11 @@ def _advance(run: Run, state: State, report: Reporter, numbers: dict[str, Any], 
     real = int(numbers["real"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
-    queries = numbers["index_queries"].clamp(min=1)
+    queries, targets = numbers["index_queries"].clamp(min=1), int(numbers["supervised"])
     report.step({
         "step": state.step,
         "tokens": state.tokens,
-        "loss": float(numbers["lm_sum"] / numbers["supervised"]),
+        "loss": float(numbers["lm_sum"]) / targets if targets else None,  # conversations can be cut to nothing taught
         "total_loss": float(numbers["total"]),
         "grad_norm": float(numbers["grad_norm"]),
         "lr": numbers["lr"],

@@ -52,16 +52,13 @@ class Reporter:
             self.bar.update(
                 self.task,
                 completed=min(record["tokens"], self.total_tokens),
-                loss=record["loss"],
+                loss=math.nan if record["loss"] is None else record["loss"],
                 speed=record["tokens_per_second"],
             )
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """The numbers of one pass over held-out text."""
-        self.log(
-            f"step={record['step']} valid_loss={record['loss']:.4f} bits_per_byte={record['bits_per_byte']:.4f} "
-            f"valid_tokens={record['targets']} seconds={record['seconds']:.1f}"
-        )
+        self.log(evaluation_line(record))
         self._record({"kind": "valid", **record})
         self.plot()
 
@@ -127,7 +124,7 @@ def step_line(record: Mapping[str, Any]) -> str:
     """One greppable line: ``key=value`` pairs; expert load shows the worst layer of each modality."""
     parts = [
         f"step={record['step']}",
-        f"loss={record['loss']:.4f}",
+        f"loss={shown(record['loss'], '.4f')}",
         f"grad_norm={record['grad_norm']:.3f}",
         f"lr={record['lr']:.3e}",
         f"tokens={record['tokens']}",
@@ -140,6 +137,25 @@ def step_line(record: Mapping[str, Any]) -> str:
     for modality, load in record["expert_load"].items():
         parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
     return " ".join(parts)
+
+
+def evaluation_line(record: Mapping[str, Any]) -> str:
+    """The same of an evaluation; the recall of the indexers is listed by source."""
+    parts = [
+        f"step={record['step']}",
+        f"valid_loss={record['loss']:.4f}",
+        f"bits_per_byte={record['bits_per_byte']:.4f}",
+        f"valid_tokens={record['targets']}",
+        f"seconds={record['seconds']:.1f}",
+    ]
+    if record["index_recall"]:
+        parts.append("index_recall=" + ",".join(shown(value, ".3f") for value in record["index_recall"]))
+    return " ".join(parts)
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number, or a dash where there was nothing to measure."""
+    return "-" if value is None else format(value, form)
 
 
 def memory_gib(device: torch.device) -> float:
@@ -158,7 +174,7 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("valid", {"marker": "o"})):
-        chosen = [record for record in records if record["kind"] == kind]
+        chosen = [record for record in records if record["kind"] == kind and record["loss"] is not None]
         axes.plot([record["tokens"] for record in chosen], [record["loss"] for record in chosen], label=kind, **style)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
 
 from train import loop
 from train.build import Run, build
+from train.checkpoint import State
 
 
 def step_of(run: Run, step: int = 0) -> dict:
@@ -98,6 +100,18 @@ def test_bits_per_byte_follow_from_nats_and_bytes(make_config) -> None:
     assert result["targets"] == valid.target_tokens
     bits = result["loss"] * valid.target_tokens / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
     assert result["bits_per_byte"] == pytest.approx(bits / valid.target_bytes, rel=1e-6)
+
+
+def test_a_step_without_targets_reports_numbers_that_json_has(make_config) -> None:
+    run = build(make_config())
+    batches = list(itertools.islice(iter(run.train_batches), run.config.task.accumulation))
+    for batch in batches:
+        batch["labels"].fill_(-100)
+    records = []
+    report = type("Report", (), {"step": staticmethod(records.append)})
+    loop._advance(run, State(), report, loop.train_step(run, batches, 0, 0), 0.0, 0.0)
+    assert records[0]["loss"] is None
+    json.dumps(records, allow_nan=False)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient norm"])

@@ -10,7 +10,7 @@ import pytest
 
 from train import pretrain
 from train.checkpoint import State, latest
-from train.metrics import Reporter, step_line
+from train.metrics import Reporter, evaluation_line, step_line
 
 RECORD = {
     "step": 12,
@@ -44,6 +44,25 @@ def test_step_line_is_key_value_and_shows_the_worst_layer() -> None:
         "index_kl": "2.5e-01,5.0e-01",
         "load_text": "2.00/1.750",
     }
+
+
+def test_a_step_without_targets_has_no_loss(make_config) -> None:
+    assert " loss=- " in step_line({**RECORD, "loss": None})
+    config = make_config()
+    config.run_dir.mkdir(parents=True)
+    report = Reporter(config, State())
+    report.step({**RECORD, "loss": None})
+    report.step(RECORD)
+    assert report.plot().is_file()
+    report.close()
+
+
+def test_the_evaluation_line_lists_the_recall_by_source() -> None:
+    record = {"step": 3, "loss": 5.25, "bits_per_byte": 1.5, "targets": 70, "seconds": 0.25}
+    line = evaluation_line({**record, "index_recall": [0.75, None, 1.0]})
+    assert line.startswith("step=3 valid_loss=5.2500 bits_per_byte=1.5000 valid_tokens=70 seconds=")
+    assert line.endswith(" index_recall=0.750,-,1.000")
+    assert "index_recall" not in evaluation_line({**record, "index_recall": []})
 
 
 def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
