@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .check import positive, require, share
 from .groups import Blocks
 
 # x -> a x + b x^3 + c x^5 on the singular values. Eight steps with a steep polynomial bring (0, 1] near 1 (it
@@ -45,11 +46,16 @@ class MuonSettings:
         momentum: factor of the momentum buffer.
         update_rms: root mean square of the update before the learning rate; matches Muon's step to AdamW's.
         bf16: run the iteration in bf16. None is the rule: bf16 on GPU, fp32 on CPU.
+
+    Raises ValueError that lists every problem.
     """
 
     momentum: float = 0.95
     update_rms: float = 0.18
     bf16: bool | None = None
+
+    def __post_init__(self) -> None:
+        require("Muon", [share("momentum", self.momentum), positive("update_rms", self.update_rms)])
 
 
 class _Piece(NamedTuple):

@@ -5,7 +5,9 @@ optimisation).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import cos, isfinite, pi
+from math import cos, pi
+
+from .check import positive, require
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rules = [
-            (self.peak > 0 and isfinite(self.peak), f"peak: must be above 0, got {self.peak!r}"),
+            positive("peak", self.peak),
             (0 <= self.floor <= self.peak, f"floor: must lie in [0, peak={self.peak!r}], got {self.floor!r}"),
             (self.warmup_steps >= 0, f"warmup_steps: must be at least 0, got {self.warmup_steps!r}"),
             (
@@ -50,9 +52,7 @@ class Schedule:
                 f"vision_factor: must be at least 0 (0 keeps the tower frozen), got {self.vision_factor!r}",
             ),
         ]
-        problems = [text for holds, text in rules if not holds]
-        if problems:
-            raise ValueError("learning-rate schedule:\n  " + "\n  ".join(problems))
+        require("learning-rate schedule", rules)
 
     def lr(self, step: int, tokens: int) -> float:
         """Learning rate of the step that follows `step` finished steps and `tokens` trained tokens."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .check import positive, require, share
 
 # Elements handled at once where a pass needs temporary copies of a table. On CPU they should stay in the cache (four
 # times faster than with 32 times as many, measured); on GPU a chunk should be worth its launches and spare the memory.
@@ -37,6 +39,8 @@ class SinkhornSettings:
         tau: rows whose norm is at most tau times the mean row norm get no update.
         eps: added to every norm that divides.
         update_rms: root mean square of a live row's update before the learning rate.
+
+    Raises ValueError that lists every problem.
     """
 
     momentum: float = 0.95
@@ -44,6 +48,16 @@ class SinkhornSettings:
     tau: float = 1.0e-3
     eps: float = 1.0e-20
     update_rms: float = 0.18
+
+    def __post_init__(self) -> None:
+        rules = [
+            share("momentum", self.momentum),
+            (self.iterations >= 1, f"iterations: must be at least 1, got {self.iterations!r}"),
+            (0 <= self.tau and isfinite(self.tau), f"tau: must be at least 0 and finite, got {self.tau!r}"),
+            positive("eps", self.eps),
+            positive("update_rms", self.update_rms),
+        ]
+        require("Sinkhorn", rules)
 
 
 class Balanced(NamedTuple):

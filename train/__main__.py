@@ -10,6 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from train import config, convert, plan, pretrain
+from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
 
 TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "plan": plan.run, "convert": convert.run}
@@ -17,7 +18,12 @@ TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "plan": plan.run, "conve
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")
 def main(raw: DictConfig) -> None:
-    """Run one task; problems a user can mend end in a message, not in a traceback."""
+    """Run one task."""
+    run_task(raw)
+
+
+def run_task(raw: DictConfig) -> None:
+    """Check the configuration and run its task; problems a user can mend end in a message, not in a traceback."""
     try:
         checked = config.parse(raw)
         TASKS[checked.task.kind](checked)
@@ -25,7 +31,7 @@ def main(raw: DictConfig) -> None:
         fail(3, error)
     except Interrupted as error:
         fail(75, error)
-    except ValueError as error:
+    except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:
         sys.exit(130)

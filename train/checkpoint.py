@@ -24,6 +24,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from train.errors import InputError
+
 FORMAT = 1
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -40,7 +42,7 @@ class State:
     wandb_id: str | None = None
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint cannot be used; the message names the file and the first thing that is wrong."""
 
 

@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from data import DataConfig
 from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
+from train.errors import InputError
 from train.initial import find_origin
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -135,7 +136,7 @@ class Conversion:
     format: Literal["released", "bf16"]
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
 
     def __init__(self, problems: list[str]):
@@ -308,6 +309,7 @@ def _reference() -> dict[str, Any]:
 def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     """Rules between keys: (keys involved, problem)."""
     yield from _model_checks(config)
+    yield from _optim_checks(config.optim)
     for text in config.data.problems():
         yield {"data"}, text if text.startswith("data.") else f"data.{text}"
     if config.task.kind == "sft":
@@ -375,11 +377,25 @@ def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         )
 
 
+def _optim_checks(optim: OptimConfig) -> Iterator[tuple[set[str], str]]:
+    """What only the report's rules look at must not seem to change a run with AdamW's."""
+    if optim.rules == "report":
+        return
+    for key, neutral in (("per_head", True), ("tables", "sinkhorn"), ("tables_lr_factor", 1.0)):
+        if getattr(optim, key) != neutral:
+            rule = f"has no effect with optim.rules = {_shown(optim.rules)}"
+            remedy = "Leave it out, or use optim=report"
+            yield {"optim.rules", f"optim.{key}"}, problem(f"optim.{key}", getattr(optim, key), rule, remedy)
+
+
 # A run may continue with other values of these; a change of anything else would make it another run.
 CHANGEABLE = (
     "task.tokens",
     "task.eval_every",
     "task.sample_",
+    "data.cache_dir",
+    "data.paths",  # another place of the same data; the data's position refuses other content
+    "data.validation_paths",
     "checkpoint.",
     "logger.",
     "output",

@@ -21,6 +21,7 @@ from optim.muon import BATCH_ELEMENTS, COEFFICIENTS
 from optim.optimizer import STATE_KEYS
 from train.build import build_optimizer, freeze
 from train.config import Config
+from train.errors import given
 
 GIB = 2**30
 FP32 = 4
@@ -84,9 +85,10 @@ def run(config: Config) -> None:
 
 def plan(config: Config) -> Plan:
     """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``."""
-    model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
-    freeze(config, model)
-    optimizer = build_optimizer(config, model.config, model)
+    with given():
+        model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
+        freeze(config, model)
+        optimizer = build_optimizer(config, model.config, model)
     items = list(rank_items(config, model, optimizer))
     weights = dict.fromkeys(KINDS, 0)
     gradients = dict.fromkeys(KINDS, 0)

@@ -19,6 +19,7 @@ from train import checkpoint
 from train.build import Run, build
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
+from train.errors import given
 from train.initial import load_origin
 from train.loop import resume, train
 from train.metrics import Reporter
@@ -26,12 +27,18 @@ from train.sample import sample
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print what came out."""
+    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+
+    Raises:
+        InputError, DataError, OSError: what was given cannot be used.
+        NonFiniteError, Interrupted: see ``train.loop.train``.
+    """
     with only_process_in(config.run_dir):
         folder, changes = find_state(config)
         print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
-        objects = build(config)
-        state = resume(objects, folder) if folder else begin(objects)
+        with given():
+            objects = build(config)
+            state = resume(objects, folder) if folder else begin(objects)
         write_text(config.run_dir / "tokenizer.json", objects.tokenizer.to_str(pretty=True))
         write_text(config.run_dir / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         report = Reporter(config, state)

@@ -45,9 +45,10 @@ def test_a_frozen_indexer_keeps_its_weights_and_has_no_place_in_the_optimizer(ma
 
 
 def test_the_factors_of_the_tables(make_config) -> None:
-    factors = ("optim.tables_lr_factor=0.5", "optim.engram_lr_factor=3.0")
-    for rules, embed, engram in (("report", 0.5, 1.5), ("adamw", 1.0, 3.0)):
-        rows = {row.parameter: row for row in build(make_config(f"optim.rules={rules}", *factors)).optimizer.table()}
+    report = ["optim.rules=report", "optim.tables_lr_factor=0.5"]
+    for rules, embed, engram in ((report, 0.5, 1.5), (["optim.rules=adamw"], 1.0, 3.0)):
+        run = build(make_config(*rules, "optim.engram_lr_factor=3.0"))
+        rows = {row.parameter: row for row in run.optimizer.table()}
         assert rows["embed.weight"].lr_factor == rows["head.weight"].lr_factor == embed
         assert rows["layers.1.engram.embed.weight"].lr_factor == engram
         assert rows["layers.1.attn.wq_a.weight"].lr_factor == 1.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from model import ModelConfig
+from train import loop
+from train.__main__ import run_task
 from train.config import CONF_DIR, ConfigError, check_resumable, differences, flatten, open_overrides, parse, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +83,44 @@ def test_all_problems_are_reported_at_once(compose_raw) -> None:
     assert len(caught.value.problems) == 11
 
 
+def test_the_numbers_of_the_optimizers_are_checked(compose_raw) -> None:
+    wrong = {
+        "muon": {"momentum": 1.0, "update_rms": 0.0},
+        "sinkhorn": {"momentum": -0.1, "iterations": 0, "tau": -1.0e-3, "eps": 0.0, "update_rms": -1.0},
+        "adamw": {"beta1": 1.5, "beta2": 1.0, "eps": -1.0e-8},
+    }
+    values = [(f"optim.settings.{method}.{key}", value) for method in wrong for key, value in wrong[method].items()]
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("task.tokns=5", *(f"{key}={value!r}" for key, value in values)))
+    text = str(caught.value)
+    for key, value in values:
+        assert re.search(rf"{re.escape(key)}: must (lie in|be) .*, got {re.escape(repr(value))}\n?", text), (key, text)
+    assert "task.tokns" in text and len(caught.value.problems) == len(values) + 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_the_numbers_of_the_optimizers_are_finite(compose_raw, value: str) -> None:
+    keys = ("muon.update_rms", "sinkhorn.tau", "sinkhorn.eps", "adamw.eps", "adamw.beta1")
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw(*(f"optim.settings.{key}={value}" for key in keys)))
+    assert all(f"optim.settings.{key}" in str(caught.value) for key in keys) and len(caught.value.problems) == len(keys)
+
+
+def test_settings_without_effect_are_refused(compose_raw) -> None:
+    idle = ("optim.per_head=false", "optim.tables=adamw", "optim.tables_lr_factor=3.0")
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("optim=adamw", *idle))
+    assert [text.split(" = ")[0] for text in caught.value.problems] == [item.split("=")[0] for item in idle]
+    assert 'optim.per_head = false: has no effect with optim.rules = "adamw"' in str(caught.value)
+    parse(compose_raw("optim=report", *idle))
+
+
+def test_every_folder_of_the_configuration_is_packaged() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in CONF_DIR.rglob("*.yaml")}
+    assert {".".join(folder.parts) for folder in folders} == {name for name in listed if name.split(".")[0] == "conf"}
+
+
 def test_rules_between_keys_are_checked_beside_single_mistakes(compose_raw) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(compose_raw("model=tiny", "task.seq_len=2048", "data.vocab_size=1000", "task.tokns=5"))
@@ -138,6 +179,12 @@ def test_changes_that_continue_and_changes_that_do_not(make_config) -> None:
         "checkpoint.keep: 2 -> 9",
         "task.tokens: 1472 -> 99",
     ]
+    moved = ("data.cache_dir=/a", "data.paths=[/b]", "data.validation_paths=[/c]")
+    assert [line.split(":")[0] for line in check_resumable(saved, make_config(*moved))] == [
+        "data.cache_dir",
+        "data.paths",
+        "data.validation_paths",
+    ]
     with pytest.raises(ConfigError) as caught:
         check_resumable(
             saved, make_config("task.seq_len=32", "model.text_config.hidden_size=16", "seed=1", "checkpoint.keep=9")
@@ -147,6 +194,33 @@ def test_changes_that_continue_and_changes_that_do_not(make_config) -> None:
         "seed",
         "task.seq_len",
     ]
+
+
+def test_what_a_user_can_mend_ends_in_a_message(
+    compose_raw, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for change, expected in (
+        (f"output={file}", str(file)),
+        ("data.paths=[/nowhere/at/all]", "/nowhere/at/all"),
+        (f"data.tokenizer={file}", str(file)),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run_task(compose_raw(*overrides, f"output={tmp_path}", change))
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.startswith("error: ") and expected in error, error
+
+
+def test_our_own_mistake_in_training_keeps_its_traceback(
+    compose_raw, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_) -> None:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(loop, "train_step", broken)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        run_task(compose_raw(*overrides, f"output={tmp_path}"))
 
 
 def test_command_line_reports_without_traceback() -> None:

@@ -41,7 +41,7 @@ def test_there_and_back(tmp_path, compose_raw, plain, capsys) -> None:
     assert torch.equal(load_pretrained(first)(ids).logits, load_pretrained(back)(ids).logits)
     with pytest.raises(ValueError, match="again exists already"):
         run(first, again, "released")
-    with pytest.raises(ValueError, match="nowhere/config.json does not exist"):
+    with pytest.raises(FileNotFoundError, match="nowhere/config.json does not exist"):
         run(tmp_path / "nowhere", tmp_path / "x", "bf16")
 
 

@@ -1,0 +1,29 @@
+"""What a user can mend, told apart from our own mistakes, which keep their traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from data import DataError
+
+
+class InputError(ValueError):
+    """Something that was given cannot be used; the message says what, why, and what to do."""
+
+
+REFUSED = (InputError, DataError, OSError)  # end a command with a message
+
+
+@contextmanager
+def given() -> Iterator[None]:
+    """Around what is made from the user's input: model, optimizer and tokenizer refuse it by a plain ``ValueError``.
+
+    Outside of this, as in the training loop, a plain ``ValueError`` is a mistake in the code.
+    """
+    try:
+        yield
+    except REFUSED:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
