@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from rich.console import Console
@@ -36,12 +37,21 @@ from train import checkpoint
 from train.build import build
 from train.checkpoint import write_text
 from train.config import CONF_DIR, STRICT, Config, differences, open_overrides, parse, to_dict
+from train.errors import REFUSED, InputError, given
 from train.loop import evaluate, resume
 
-IRRELEVANT = ("name", "output", "logger.", "checkpoint.", "task.sample_", "task.eval_every")  # move no weight
+IRRELEVANT = (  # move no weight
+    "name",
+    "output",
+    "logger.",
+    "checkpoint.",
+    "task.sample_",
+    "task.eval_every",
+    "data.cache_dir",
+)
 
 
-class StudyError(ValueError):
+class StudyError(InputError):
     """A study cannot be run, or some of its runs failed; the message names them."""
 
 
@@ -242,8 +252,9 @@ class Runner:
         if not path.exists():
             say(f"evaluating {job} with {' '.join(changes)}")
             with one_thread():
-                run = build(parse(self._raw((*job.overrides, *changes))))
-                resume(run, checkpoint.latest(job.config.run_dir / "checkpoints"))
+                with given():
+                    run = build(parse(self._raw((*job.overrides, *changes))))
+                    resume(run, checkpoint.latest(job.config.run_dir / "checkpoints"))
                 write_text(path, json.dumps(evaluate(run)))
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -254,8 +265,11 @@ class Runner:
         return parse(self._raw(self._arguments(overrides)))
 
     def _raw(self, arguments: Sequence[str]) -> Any:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return compose("train", overrides=open_overrides(list(arguments)))
+        try:
+            with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+                return compose("train", overrides=open_overrides(list(arguments)))
+        except HydraException as error:  # an override that cannot be read, a choice that does not exist
+            raise StudyError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from None
 
 
 def read_study(name: str) -> Study:
@@ -456,6 +470,14 @@ def show(study: Study, result: Mapping[str, Any], console: Console) -> None:
         console.print(f"- {note}", highlight=False)
 
 
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
@@ -465,22 +487,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.study", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a file in conf/study, without .yaml")
     parser.add_argument("overrides", nargs="*", help="key=value for every run, for example task.tokens=20000")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default 2)")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time, one thread each (default 2)")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where runs and tables go")
     options = parser.parse_args(arguments)
+    path = options.output / options.name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         study = read_study(options.name)
         result = Runner(study, options.output, options.overrides, options.jobs).run()
-    except ValueError as error:
+        write_text(path.with_suffix(".json"), json.dumps(result, indent=1))
+        write_text(path.with_suffix(".md"), markdown(study, result))
+    except REFUSED as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped. The same command goes on where it was.", file=sys.stderr)
         return 130
-    path = options.output / options.name
-    write_text(path.with_suffix(".json"), json.dumps(result, indent=1))
-    write_text(path.with_suffix(".md"), markdown(study, result))
     show(study, result, Console())
     print(f"written: {path}.md and .json")
     return 0

