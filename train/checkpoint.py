@@ -58,18 +58,21 @@ def save(
 ) -> Path:
     """Write the run state below ``directory``, then delete all but the ``keep`` newest. Returns the folder.
 
-    A step that is on the disk already is left as it is.
+    A step that is on the disk already is left as it is. Raises OSError if the disk is full or refuses.
     """
     final = directory / f"step-{state.step:08d}"
     if final.exists():
         return final
     manifest = {"format": FORMAT, "state": asdict(state), "data": data, "model": model_config}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    training = {"optimizer": optimizer.state_dict(), "random": random_state()}
     with atomic_directory(final) as folder:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()},
-            folder / "model.safetensors",
-        )
-        torch.save({"optimizer": optimizer.state_dict(), "random": random_state()}, folder / "training.pt")
+        try:
+            save_file(tensors, folder / "model.safetensors")
+            torch.save(training, folder / "training.pt")
+        except (SafetensorError, RuntimeError) as error:  # neither writer passes on the system's own error
+            reason = str(error).splitlines()[0]
+            raise OSError(f"{final} cannot be written: {reason}. Is the disk full?") from error
         (folder / "state.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     prune(directory, keep)
     return final

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("room", [4096, 60_000])  # stops in the weights, in the optimizer's state
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, room: int) -> None:
+    parts = objects(width=8000)
+    if room > 4096:
+        parts["model"] = torch.nn.Linear(1, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="step-00000001 cannot be written: .*disk full"):
+            save(tmp_path, **parts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
 
 
 def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
