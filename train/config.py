@@ -72,7 +72,7 @@ class CheckpointConfig:
 
     every: Positive  # optimizer steps
     keep: Positive
-    export: bool = False  # write the complete run's model as a checkpoint folder in the released layout: <run>/export
+    export: bool  # write the complete run's model as a checkpoint folder in the released layout: <run>/export
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -111,7 +111,7 @@ class Config:
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     logger: LoggerConfig
-    init_from: str | None = None  # begin with the weights of this checkpoint, and take its model and its tokenizer
+    init_from: str | None  # begin with the weights of this checkpoint, and take its model and its tokenizer
 
     @property
     def run_dir(self) -> Path:
