@@ -1,7 +1,7 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
-Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with the
-state saved: run the same command again to continue; 130 interrupted before there was anything to save.
+Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with
+the state saved: run the same command again to continue; 130 interrupted before there was anything to save.
 """
 
 import sys

@@ -277,7 +277,8 @@ def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> l
         return [f"{key} has no value yet. Give it one: {key}=..."]
     if entry["type"] == "value_error":
         header, *lines = str(entry["ctx"]["error"]).splitlines()
-        return [f"{key}.{line.strip(' -')}" for line in lines] or [f"{key}: {header}"]
+        whole_line = header if header.startswith(f"{key}.") else f"{key}: {header}"
+        return [f"{key}.{line.strip(' -')}" for line in lines] or [whole_line]
     rule = entry["msg"].replace("Input should", "should").replace("String should", "should")
     return [problem(key, entry["input"], rule, "Correct the value")]
 
@@ -394,7 +395,7 @@ CHANGEABLE = (
     "task.eval_every",
     "task.sample_",
     "data.cache_dir",
-    "data.paths",  # another place of the same data; the data's position refuses other content
+    "data.paths",  # another place of the same data: the loader refuses to continue with other content
     "data.validation_paths",
     "checkpoint.",
     "logger.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from train import loop, pretrain
 from train.checkpoint import latest
 from train.config import Config, ConfigError
+from train.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}
@@ -113,6 +115,28 @@ def test_other_settings_are_refused_by_key(make_config, whole: Config) -> None:
         ConfigError, match=r"task\.seq_len: 64 -> 32: the run in .*whole was trained with the first value"
     ):
         pretrain.run(make_config("name=whole", "task.seq_len=32"))
+
+
+def swap(first: Path, second: Path) -> None:
+    spare = first.with_suffix(".spare")
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+
+
+def test_moved_data_continues_and_other_data_is_refused(
+    make_config, whole: Config, corpus: Path, tmp_path: Path
+) -> None:
+    first, moved = make_config("name=parts", "task.tokens=700"), tmp_path / "moved"
+    shutil.copytree(corpus, moved)
+    there = (f"data.paths=[{moved}]", f"data.validation_paths=[{moved}/token.txt]", f"data.cache_dir={tmp_path}/cache")
+    pretrain.run(first)
+    swap(moved / "abc.txt", moved / "copy.txt")  # other documents under these names, the tokenizer stays the same
+    with pytest.raises(InputError, match="data position: data was .* when saved"):
+        pretrain.run(make_config("name=parts", *there))
+    swap(moved / "abc.txt", moved / "copy.txt")
+    pretrain.run(make_config("name=parts", *there))
+    assert numbers(first.run_dir)[-1] == numbers(whole.run_dir)[-1]
 
 
 def test_directory_in_use_is_refused(make_config) -> None:
