@@ -42,7 +42,7 @@ class HyperConnection(nn.Module):
         with torch.autocast(streams.device.type, enabled=False):
             flat = streams.flatten(1).float()
             # token axis last: the many small steps below then run on long contiguous rows
-            mixes = self.fn @ flat.t() * torch.rsqrt(flat.square().mean(-1) + self.eps)  # [(2+n)n, T]
+            mixes = _NormalisedProduct.apply(flat, self.fn, self.eps)  # [(2+n)n, T]
             scale = torch.repeat_interleave(
                 self.scale, torch.tensor([n, n, n * n], device=mixes.device), output_size=(2 + n) * n
             )
@@ -51,6 +51,25 @@ class HyperConnection(nn.Module):
             post = 2 * torch.sigmoid(logits[n : 2 * n])
             comb = sinkhorn(logits[2 * n :].unflatten(0, (n, n)), self.iters, self.hc_eps)
         return Mix(pre.t().contiguous(), post.t().contiguous(), comb.permute(2, 0, 1).contiguous())
+
+
+class _NormalisedProduct(torch.autograd.Function):
+    """fn @ flat^T * rsqrt(mean(flat^2) + eps), [k, T] from flat [T, m] and fn [k, m]; one pass over flat's gradient."""
+
+    @staticmethod
+    def forward(ctx, flat: Tensor, fn: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(flat.square().mean(-1) + eps)
+        mixes = fn @ flat.t() * scale
+        ctx.save_for_backward(flat, fn, mixes, scale)
+        return mixes
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        flat, fn, mixes, scale = ctx.saved_tensors
+        d_product = grad * scale
+        along = (grad * mixes).sum(0) * scale.square() / flat.shape[1]  # the scale's own gradient points along flat
+        d_flat = (d_product.t() @ fn).addcmul_(flat, along[:, None], value=-1)
+        return d_flat, d_product @ flat, None
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
