@@ -234,7 +234,7 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     def inputs(products: int, size: int) -> int:  # autocast copies a product's input for every product
         return products * 2 * size if bf16 else 4 * size
 
-    saved = {"streams": 2 * (4 * n * d + 4 + 4 * (4 * n * n + 8 * n) + _norm(d))}
+    saved = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n) + _norm(d))}
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
     attention = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
     attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
