@@ -20,7 +20,7 @@ from model.pack import Entries, Pack
 from model.precision import without_autocast
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
-from model.sparse import CHUNK_ELEMENTS, Scratch
+from model.sparse import Scratch, chunk_elements
 
 # Added per slot: entries whose every relu is cut all score exactly 0, and the newest of them must win, whatever the
 # shape of the batch. Far below the rounding of any other score.
@@ -98,7 +98,7 @@ def select_from_candidates(
     tokens, pool = candidates.shape
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
     per_query = pool * block * (query.q.shape[1] + keys.shape[1])
-    step = max(1, CHUNK_ELEMENTS.get(keys.device.type, CHUNK_ELEMENTS["cuda"]) // per_query)
+    step = max(1, chunk_elements(keys.device) // per_query)
     within = torch.arange(block, device=keys.device, dtype=torch.int32)
     scratch = Scratch()
     for start in range(0, tokens, step):
@@ -121,7 +121,7 @@ def _query_chunks(entries: Entries, heads: int, block: int):
     where a chunk spans many short documents; queries that see none are left out.
     """
     first, last = entries.host_from.tolist(), entries.host_to.tolist()
-    budget = CHUNK_ELEMENTS.get(entries.visible_to.device.type, CHUNK_ELEMENTS["cuda"])
+    budget = chunk_elements(entries.visible_to.device)
     tokens, start = len(first), 0
     while start < tokens:
         low, size = first[start], 16
@@ -216,7 +216,7 @@ class _IndexerLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=q.device)
         scratch = Scratch()
         rows_all = (taught & (topk_indices >= 0).any(-1)).nonzero().flatten()
-        step = max(1, CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS["cuda"]) // max(1, k * (heads + dim)))
+        step = max(1, chunk_elements(q.device) // max(1, k * (heads + dim)))
         for rows in rows_all.split(step):
             index = topk_indices.index_select(0, rows)
             missing = index < 0

@@ -25,6 +25,11 @@ CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 QUERY_BLOCK = 64
 
 
+def chunk_elements(device: torch.device) -> int:
+    """The bound for a device; accelerators other than CUDA count like it."""
+    return CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+
+
 def dense_attention(
     q: Tensor,
     window_kv: Tensor,
@@ -111,7 +116,7 @@ class _Blocks:
         self.span = self.before + self.size
         self.count = -(-tokens // self.size)
         per_block = self.size * (heads * (self.span + selected) + selected * dim)
-        budget = CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS["cuda"])
+        budget = chunk_elements(q.device)
         self.step = max(1, min(self.count, budget // per_block))
 
     def chunks(self):
