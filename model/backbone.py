@@ -23,6 +23,8 @@ from model.loss import cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, expert_load, sequence_balance
 from model.norm import RMSNorm
 from model.pack import Pack, build_pack
+from model.parallel import ONE_PROCESS, Parallel, mark_shards
+from model.table import Head, Table
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
@@ -43,15 +45,15 @@ class BlockResult(NamedTuple):
 class Block(nn.Module):
     """Engram (some layers), attention and MoE; each sublayer reads and writes the streams by its own mHC mix."""
 
-    def __init__(self, config: TextConfig, layer: int):
+    def __init__(self, config: TextConfig, layer: int, parallel: Parallel):
         super().__init__()
-        self.engram = Engram(config, layer) if layer in config.engram_layer_ids else None
+        self.engram = Engram(config, layer, parallel.tables) if layer in config.engram_layer_ids else None
         self.hc_attn = HyperConnection(config)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(config, layer)
         self.hc_ffn = HyperConnection(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = MoE(config)
+        self.ffn = MoE(config, layer, parallel.experts)
 
     def forward(
         self, streams: Tensor, pre_mix: Tensor, shared: Shared, rows: Tensor | None, pack: Pack, runtime: Runtime
@@ -136,16 +138,16 @@ class Output:
 
 
 class DeepseekV41(nn.Module):
-    """A V4.1 language model with an optional vision tower. Single-device; sharding is applied from outside."""
+    """A V4.1 language model with an optional vision tower, or this rank's part of one (see `Parallel`)."""
 
-    def __init__(self, config: ModelConfig, runtime: Runtime | None = None):
+    def __init__(self, config: ModelConfig, runtime: Runtime | None = None, parallel: Parallel = ONE_PROCESS):
         super().__init__()
         text = config.text
-        self.config, self.runtime = config, runtime or Runtime()
-        self.embed = nn.Embedding(text.vocab_size, text.hidden_size)
-        self.layers = nn.ModuleList(Block(text, layer) for layer in range(text.num_hidden_layers))
+        self.config, self.runtime, self.parallel = config, runtime or Runtime(), parallel
+        self.embed = Table(text.vocab_size, text.hidden_size, parallel.vocabulary)
+        self.layers = nn.ModuleList(Block(text, layer, parallel) for layer in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
-        self.head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.head = Head(text.hidden_size, text.vocab_size, parallel.vocabulary)
         if config.vision is not None:
             self.vision = VisionTower(config.vision)
             self.aligner = Aligner(config.vision, text.hidden_size)
@@ -324,13 +326,16 @@ def build_model(
     seed: int = 0,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    parallel: Parallel = ONE_PROCESS,
 ) -> DeepseekV41:
     """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
     seconds.
 
-    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases).
+    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases). `parallel`
+    makes this rank's part of the model; its weights are those that one process would draw. Raises ValueError if the
+    experts cannot be split so.
     """
-    model = allocate_model(config, runtime, token_map, device, dtype)
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel)
     if torch.device(device).type != "meta":
         init_weights(model, seed)
     return model
@@ -342,13 +347,15 @@ def allocate_model(
     token_map: Tensor | None,
     device: str | torch.device,
     dtype: torch.dtype,
+    parallel: Parallel = ONE_PROCESS,
 ) -> DeepseekV41:
     """A model whose parameters are allocated on `device` but not yet written."""
     if torch.device(device).type != "meta" or token_map is not None:
         check_token_map(config.text, token_map)
     with torch.device("meta"):
-        model = DeepseekV41(config, runtime)
+        model = DeepseekV41(config, runtime, parallel)
     model = cast_model(model, dtype).to_empty(device=device)
+    mark_shards(model)
     model.token_map = None if token_map is None else token_map.to(device)
     return model
 

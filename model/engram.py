@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.pack import Pack
+from model.parallel import Ranks
+from model.table import Table
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,14 @@ def hash_ids(
 class Engram(nn.Module):
     """One Engram layer: table, projection to n keys and a value, per-stream gate."""
 
-    def __init__(self, config: TextConfig, layer: int):
+    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
         super().__init__()
         n, d = config.hc_mult, config.hidden_size
         self.n, self.eps = n, config.rms_norm_eps
         self.number = config.engram_layer_ids.index(layer)
         self.tables = engram_tables(config)
         rows = (config.engram_num_embeddings or self.tables.rows)[self.number]  # files may hold a few spare rows
-        self.embed = nn.Embedding(rows, config.engram_head_dim)
+        self.embed = Table(rows, config.engram_head_dim, ranks)
         self.wkv = nn.Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from model.backbone import DeepseekV41
@@ -18,7 +19,7 @@ def init_weights(model: DeepseekV41, seed: int) -> None:
     Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query
     weights: 1. Biases, sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal
     shares, so `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent part at a hundredth
-    of its scale.
+    of its scale. A shard gets the entries that the whole parameter would have there.
     """
     text = model.config.text
     n = text.hc_mult
@@ -36,7 +37,33 @@ def init_weights(model: DeepseekV41, seed: int) -> None:
         elif leaf in ("bias", "attn_sink"):
             parameter.zero_()
         else:
-            parameter.normal_(0.0, text.initializer_range, generator=generator)
+            _draw_normal(parameter, text.initializer_range, generator)
     for bias, bias_vl in model.balance_buffers():
         bias.zero_()
         bias_vl.zero_()
+
+
+# Entries drawn at once. A multiple of 16: the CPU generator makes normal numbers in blocks of 16, so that drawing in
+# parts gives the numbers of drawing at once, as long as the last part is no shorter than a block.
+DRAWN = 1 << 20
+
+
+def _draw_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill `parameter` (contiguous) with normal numbers; a shard by drawing the whole and keeping its own."""
+    shard = getattr(parameter, "shard", None)
+    flat = parameter.view(-1)
+    total, first = flat.numel(), 0
+    if shard is not None:
+        entry = parameter.shape[1:].numel()
+        total, first = shard.total * entry, shard.start * entry
+    at = 0
+    while at < total:
+        size = DRAWN if total - at >= DRAWN + 16 else total - at
+        low, high = max(at, first), min(at + size, first + flat.numel())
+        if high - low == size:
+            flat[low - first : high - first].normal_(0.0, std, generator=generator)
+        else:
+            drawn = torch.empty(size, dtype=flat.dtype, device=flat.device).normal_(0.0, std, generator=generator)
+            if high > low:
+                flat[low - first : high - first] = drawn[low - at : high - at]
+        at += size

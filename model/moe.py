@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.pack import Pack
+from model.parallel import Ranks, expert_shard
 
 
 class Routing(NamedTuple):
@@ -49,11 +50,12 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
+    """The routed experts of a layer that this rank holds, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
 
-    def __init__(self, config: TextConfig):
+    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
         super().__init__()
-        e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.layer, self.shard = layer, expert_shard(config.n_routed_experts, ranks)
+        e, d, f = len(self.shard), config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.w1 = nn.Parameter(torch.empty(e, f, d))
         self.w2 = nn.Parameter(torch.empty(e, d, f))
@@ -91,10 +93,10 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus the shared expert, with the statistics that balancing needs."""
 
-    def __init__(self, config: TextConfig):
+    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config)
+        self.experts = Experts(config, layer, ranks)
         self.shared_experts = SharedExpert(config)
 
     def forward(self, x: Tensor, pack: Pack) -> tuple[Tensor, Routing]:

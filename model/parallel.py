@@ -1,0 +1,79 @@
+"""How a model is spread over processes: who holds which experts and which rows of the tables.
+
+`Parallel()` is one process that holds all. A split parameter is split along its first dimension and says so in
+`parameter.shard`; a parameter without it is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """An ordered set of processes that share something. Alone: size 1, no group."""
+
+    group: ProcessGroup | None = None
+    rank: int = 0  # own place in it
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The processes that a model is spread over.
+
+    experts: ranks that the routed experts of a layer are split over; rank r owns experts [r*E/size, (r+1)*E/size).
+    tables: ranks that the rows of the Engram tables are split over, and with `shard_embeddings` those of the token
+        embedding and of the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), the last ones may own
+        fewer or none.
+    """
+
+    experts: Ranks = Ranks()
+    tables: Ranks = Ranks()
+    shard_embeddings: bool = False
+
+    @property
+    def vocabulary(self) -> Ranks:
+        """The ranks that the token embedding and the head are split over."""
+        return self.tables if self.shard_embeddings else Ranks()
+
+
+ONE_PROCESS = Parallel()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part [start, stop) of `total` entries along a parameter's first dimension that this rank holds."""
+
+    ranks: Ranks
+    start: int
+    stop: int
+    total: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def row_shard(total: int, ranks: Ranks) -> Shard:
+    """This rank's rows of a table of `total` rows."""
+    height = -(-total // ranks.size)
+    return Shard(ranks, min(ranks.rank * height, total), min((ranks.rank + 1) * height, total), total)
+
+
+def expert_shard(total: int, ranks: Ranks) -> Shard:
+    """This rank's experts. Raises ValueError if they cannot be split evenly."""
+    if total % ranks.size:
+        raise ValueError(f"{total} routed experts cannot be split evenly over {ranks.size} ranks")
+    return row_shard(total, ranks)
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Set `parameter.shard` on the parameters of every module that has a `shard` and is not whole."""
+    for module in model.modules():
+        shard = getattr(module, "shard", None)
+        if shard is not None and shard.ranks.size > 1:
+            for parameter in module.parameters(recurse=False):
+                parameter.shard = shard
