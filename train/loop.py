@@ -125,7 +125,7 @@ def train(run: Run, state: State, report: Reporter) -> None:
     """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
 
     Raises:
-        Interrupted: after saving, on SIGTERM or Ctrl-C.
+        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C.
         NonFiniteError: the last saved state is the one before.
     """
     task, saving = run.config.task, run.config.checkpoint
@@ -197,19 +197,24 @@ def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list that receives the name of SIGTERM or SIGINT. A second signal acts as usual, at once."""
+    """A list that receives the names of SIGUSR1, SIGTERM and SIGINT. A second Ctrl-C acts as usual, at once.
+
+    Slurm sends SIGUSR1 ahead of the time limit, and SIGTERM once more to processes that a job script has signalled
+    already: a repeated one must not end the save that the first began.
+    """
     received: list[str] = []
     before: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        restore()
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, note)
     try:
         yield received

@@ -70,7 +70,7 @@ def test_longer_run_continues_a_shorter_one(make_config, whole: Config) -> None:
     assert kept == numbers(whole.run_dir)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, monkeypatch, number: int) -> None:
     config = make_config("name=parts")
     with monkeypatch.context() as patch:
@@ -82,6 +82,21 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
     assert latest(config.run_dir / "checkpoints").name == "step-00000003"
     pretrain.run(config)
     assert_same_run(whole.run_dir, config.run_dir)
+
+
+def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
+    config, original = make_config("name=parts", "checkpoint.every=100"), loop.save
+
+    def save_and_signal(run, state):
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        return original(run, state)
+
+    stop_at(3, signal.SIGUSR1, monkeypatch)
+    monkeypatch.setattr(loop, "save", save_and_signal)
+    with pytest.raises(loop.Interrupted, match="Stopped by SIGUSR1 after step 3"):
+        pretrain.run(config)
+    assert latest(config.run_dir / "checkpoints").name == "step-00000003"
 
 
 def test_crash_between_checkpoints_repeats_the_lost_steps(make_config, whole: Config, monkeypatch) -> None:
