@@ -77,6 +77,19 @@ class Compressor(nn.Module):
         return self.norm((kv * gate.softmax(dim=1)).sum(1).to(projected.dtype))
 
 
+class GroupedLinear(nn.Module):
+    """A block-diagonal projection without bias: weight [groups * out, in], one [out, in] block a group."""
+
+    def __init__(self, in_features: int, out_features: int, groups: int):
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, groups, in] -> [T, groups, out]."""
+        return torch.einsum("tgi,goi->tgo", x, self.weight.unflatten(0, (self.groups, -1)).to(x.dtype))
+
+
 class Attention(nn.Module):
     """One attention layer of any kind."""
 
@@ -92,7 +105,7 @@ class Attention(nn.Module):
         self.wq_b = nn.Linear(config.q_lora_rank, heads * dim, bias=False)
         self.wkv = nn.Linear(config.hidden_size, dim, bias=False)
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.wo_a = nn.Linear(heads * dim // groups, groups * config.o_lora_rank, bias=False)
+        self.wo_a = GroupedLinear(heads * dim // groups, config.o_lora_rank, groups)
         self.wo_b = nn.Linear(groups * config.o_lora_rank, config.hidden_size, bias=False)
         self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         full = layer in config.kv_source_layer_ids
@@ -153,7 +166,4 @@ class Attention(nn.Module):
 
     def _project(self, out: Tensor) -> Tensor:
         """Grouped output projection: [T, H, D] -> each group's block of wo_a -> wo_b -> [T, d]."""
-        grouped = out.reshape(out.shape[0], self.groups, -1)
-        blocks = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, o_lora, H*D/G]
-        low = torch.einsum("tgi,goi->tgo", grouped, blocks.to(grouped.dtype))
-        return self.wo_b(low.flatten(1))
+        return self.wo_b(self.wo_a(out.reshape(out.shape[0], self.groups, -1)).flatten(1))

@@ -6,6 +6,7 @@ Shapes: T tokens, d hidden, E experts, k experts per token, f expert intermediat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,12 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(e, f, d))
         self.w2 = nn.Parameter(torch.empty(e, d, f))
         self.w3 = nn.Parameter(torch.empty(e, f, d))
+        self.adapter: Callable[[str, Tensor, Tensor], Tensor] | None = None  # see `linear`
+
+    def linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [R, in] in expert order, through the weight `name`; an `adapter`, called alike, adds to it."""
+        out = grouped_linear(rows, getattr(self, name), ends)
+        return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts."""
@@ -68,11 +75,11 @@ class Experts(nn.Module):
         order = flat.argsort(stable=True)  # expert-major copies of the tokens
         ends = torch.bincount(flat, minlength=self.w1.shape[0]).cumsum(0).to(torch.int32)
         rows = _Dispatch.apply(x, order, k)
-        gate = grouped_linear(rows, self.w1, ends)
-        up = grouped_linear(rows, self.w3, ends)
+        gate = self.linear("w1", rows, ends)
+        up = self.linear("w3", rows, ends)
         weights = routing.weights.flatten().index_select(0, order)
         hidden = clamped_swiglu(gate, up, self.limit, weights)
-        return _Combine.apply(grouped_linear(hidden, self.w2, ends).float(), order, k)
+        return _Combine.apply(self.linear("w2", hidden, ends).float(), order, k)
 
 
 class SharedExpert(nn.Module):
