@@ -3,11 +3,13 @@
 from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
 from model.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
+from model.loss import Objective, reverse_kl, token_log_probs
 
 __all__ = [
     "DeepseekV41",
     "Losses",
     "ModelConfig",
+    "Objective",
     "Output",
     "Runtime",
     "TextConfig",
@@ -18,5 +20,7 @@ __all__ = [
     "indexer_recall",
     "load_pretrained",
     "load_weights",
+    "reverse_kl",
     "save_pretrained",
+    "token_log_probs",
 ]

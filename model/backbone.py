@@ -19,8 +19,8 @@ from model.engram import Engram, check_token_map, engram_rows
 from model.hyper import HyperConnection, collapse, expand
 from model.indexer import Lesson, indexer_loss
 from model.init import init_weights
-from model.loss import cross_entropy_sum, next_token_targets
-from model.moe import MoE, Routing, expert_load, sequence_balance
+from model.loss import Objective, cross_entropy_sum, next_token_targets
+from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
 from model.norm import RMSNorm
 from model.pack import Pack, build_pack
 from model.parallel import ONE_PROCESS, Parallel, mark_shards
@@ -56,10 +56,17 @@ class Block(nn.Module):
         self.ffn = MoE(config, layer, parallel.experts)
 
     def forward(
-        self, streams: Tensor, pre_mix: Tensor, shared: Shared, rows: Tensor | None, pack: Pack, runtime: Runtime
+        self,
+        streams: Tensor,
+        pre_mix: Tensor,
+        shared: Shared,
+        rows: Tensor | None,
+        pack: Pack,
+        runtime: Runtime,
+        replay: Tensor | None = None,
     ) -> BlockResult:
         """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram
-        rows or None.
+        rows or None; `replay` int64 [T, k]: experts to use, see `Gate`.
         """
         if self.engram is not None:
             streams = self.engram(streams, rows, pack)
@@ -68,7 +75,7 @@ class Block(nn.Module):
         streams = expand(streams, attended.output, mix.post, mix.comb)
         pre_mix = mix.pre
         mix = self.hc_ffn(streams)
-        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack)
+        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack, replay)
         streams = expand(streams, y, mix.post, mix.comb)
         return BlockResult(
             streams, mix.pre, attended.shared, attended.lesson, attended.mass, attended.full_mass, routing
@@ -165,17 +172,19 @@ class DeepseekV41(nn.Module):
         pixel_values: Tensor | None = None,
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
+        routing: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Output:
         """Whole logits, for inference and comparison.
 
         input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens
         int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
-        [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END). Logits at padding
-        are zero.
+        [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END); routing
+        int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones. Logits
+        at padding are zero.
         """
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
+        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         logits = self.head(trace.hidden).float()
         loss = None
         if labels is not None:
@@ -208,17 +217,26 @@ class DeepseekV41(nn.Module):
         pixel_values: Tensor | None = None,
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
+        routing: Tensor | None = None,
+        objective: Objective | None = None,
     ) -> Losses:
-        """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`."""
+        """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`.
+
+        `objective` takes the place of the cross-entropy; `lm_sum` is then its sum.
+        """
         pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
+        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = self._targets(labels, pack)
         taught = targets >= 0
         rows = taught.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        lm_sum = cross_entropy_sum(hidden, self.head.weight, targets.index_select(0, rows))
+        if objective is None:
+            lm_sum = cross_entropy_sum(hidden, self.head.weight, targets.index_select(0, rows))
+        else:
+            places = rows if pack.gather is None else pack.gather.index_select(0, rows)
+            lm_sum = objective(hidden, self.head.weight, targets.index_select(0, rows), places + 1)
         balance_sum = sum(sequence_balance(block.routing, pack) for block in trace.blocks)
         kl_sum, queries = self._teach_indexers(trace.blocks, taught)
         runtime = self.runtime
@@ -250,8 +268,13 @@ class DeepseekV41(nn.Module):
             raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{vocabulary - 1}")
         return next_token_targets(flat, pack.document)
 
-    def _trace(self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Trace:
+    def _trace(
+        self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types, routing: Tensor | None = None
+    ) -> Trace:
         text = self.config.text
+        if routing is not None:
+            check_routing(text, routing, pack.rows, pack.row_length)
+            routing = pack.flatten(routing).long()
         tokens = pack.flatten(input_ids)
         x = self._embed(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
         streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
@@ -265,7 +288,8 @@ class DeepseekV41(nn.Module):
             rows = None
             if block.engram is not None:
                 rows = engram_rows(text, layer, self.token_map, tokens, pack)
-            arguments = (streams, pre_mix, shared, rows, pack, self.runtime)
+            replay = None if routing is None else routing[:, layer]
+            arguments = (streams, pre_mix, shared, rows, pack, self.runtime, replay)
             if self.runtime.recompute and torch.is_grad_enabled():
                 result = checkpoint(block, *arguments, use_reentrant=False)
             else:

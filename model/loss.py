@@ -1,12 +1,30 @@
-"""Cross-entropy over chunks of tokens: the [T, vocab] logits never exist during training."""
+"""Losses over chunks of tokens: the [T, vocab] logits never exist during training.
+
+`cross_entropy_sum` is what training on text needs. `token_log_probs` and `reverse_kl` give a value for every position,
+whose gradient comes from outside: for objectives that weigh, clip or mask single tokens.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+
+
+class Objective(Protocol):
+    """What may take the place of the cross-entropy: the sum over the supervised positions of a batch, 0-d, divided by
+    the step's supervised targets afterwards.
+
+    hidden [R, d] after the final norm, weight [V, d] of the whole head, targets int64 [R], places int64 [R]: where the
+    target stands in the flattened batch, so that `x.flatten()[places]` reads x [B, S], laid out as the labels are.
+    """
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor: ...
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -26,9 +44,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         cast = weight.to(hidden.dtype)
-        step = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
-        for start in range(0, hidden.shape[0], step):
-            rows = slice(start, start + step)
+        for rows in _chunks(hidden, weight):
             logits = (hidden[rows] @ cast.t()).float()
             goal = targets[rows, None]
             log_norm = logits.logsumexp(-1, keepdim=True)
@@ -53,6 +69,103 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_weight * grad.to(d_weight.dtype) if d_weight is not None else None,
             None,
         )
+
+
+def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability of the target, entropy in nats) of every position, fp32 [R] (fp64 for fp64 input).
+
+    Differentiable through the log-probabilities; the entropies are detached. Shapes as in `cross_entropy_sum`; the
+    backward pass computes the logits again.
+    """
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets)
+    return log_probs, entropy
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        cast = weight.to(hidden.dtype)
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+        entropy, log_norm = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        for rows in _chunks(hidden, weight):
+            logits = (hidden[rows] @ cast.t()).to(log_probs.dtype)
+            log_norm[rows] = logits.logsumexp(-1)
+            log_probs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_norm[rows]
+            logits -= log_norm[rows, None]
+            entropy[rows] = -(logits.exp() * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, log_norm)
+        ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        hidden, weight, targets, log_norm = ctx.saved_tensors
+
+        def d_logits(rows: slice, logits: Tensor) -> Tensor:
+            logits = logits.to(log_norm.dtype).sub_(log_norm[rows, None]).exp_().mul_(-grad[rows, None])
+            return logits.scatter_add_(1, targets[rows, None], grad[rows, None])
+
+        return *_head_gradients(ctx, hidden, weight, d_logits), None
+
+
+def reverse_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+    """KL(student || teacher) over the whole vocabulary at every position: fp32 [R] (fp64 for fp64 input), in nats.
+
+    hidden [R, d] and weight [V, d] are the student's and get gradients, teacher_hidden [R, d'] and teacher_weight
+    [V, d'] get none. Both heads are run a chunk at a time, again in the backward pass.
+    """
+    return _ReverseKL.apply(hidden, weight, teacher_hidden.detach(), teacher_weight.detach())
+
+
+class _ReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+        cast, teacher = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
+        divergence = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+        for rows in _chunks(hidden, weight):
+            own = (hidden[rows] @ cast.t()).to(divergence.dtype).log_softmax(-1)
+            other = (teacher_hidden[rows] @ teacher.t()).to(divergence.dtype).log_softmax(-1)
+            divergence[rows] = (own.exp() * (own - other)).sum(-1)
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, divergence)
+        return divergence
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden, weight, teacher_hidden, teacher_weight, divergence = ctx.saved_tensors
+        teacher = teacher_weight.to(teacher_hidden.dtype)
+
+        def d_logits(rows: slice, logits: Tensor) -> Tensor:
+            own = logits.to(divergence.dtype).log_softmax(-1)
+            other = (teacher_hidden[rows] @ teacher.t()).to(divergence.dtype).log_softmax(-1)
+            return own.exp() * (own - other - divergence[rows, None]) * grad[rows, None]
+
+        return *_head_gradients(ctx, hidden, weight, d_logits), None, None
+
+
+def _head_gradients(ctx, hidden: Tensor, weight: Tensor, d_logits) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight; `d_logits(rows, logits)` is the gradient of a chunk's logits."""
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    cast = weight.to(hidden.dtype)
+    d_hidden = torch.empty_like(hidden) if need_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if need_weight else None
+    for rows in _chunks(hidden, weight):
+        chunk = d_logits(rows, hidden[rows] @ cast.t()).to(hidden.dtype)
+        if need_hidden:
+            d_hidden[rows] = chunk @ cast
+        if need_weight:
+            d_weight += chunk.t() @ hidden[rows]
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Rows of hidden [R, d] whose logits through weight [V, d] are made at once."""
+    step = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+    return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type of sums over the vocabulary: fp32, or fp64 where the input is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def next_token_targets(labels: Tensor, document: Tensor) -> Tensor:

@@ -39,12 +39,16 @@ class Gate(nn.Module):
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         self.register_buffer("bias_vl", torch.zeros(experts, dtype=torch.float32))
 
-    def forward(self, x: Tensor, image: Tensor | None) -> Routing:
-        """x [T, d], image bool [T] (None: text only)."""
+    def forward(self, x: Tensor, image: Tensor | None, replay: Tensor | None = None) -> Routing:
+        """x [T, d], image bool [T] (None: text only), replay int64 [T, k]: these experts instead of the best, where
+        they are not -1. They are weighed by the scores of now, so that the router's weights keep their gradients.
+        """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
             bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
             indices = (scores.detach() + bias).topk(self.k, dim=-1).indices
+            if replay is not None:
+                indices = torch.where(replay >= 0, replay, indices)
             weights = scores.gather(1, indices)
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
         return Routing(indices, weights, scores)
@@ -106,13 +110,28 @@ class MoE(nn.Module):
         self.experts = Experts(config, layer, ranks)
         self.shared_experts = SharedExpert(config)
 
-    def forward(self, x: Tensor, pack: Pack) -> tuple[Tensor, Routing]:
-        """x [T, d] -> ([T, d], routing). The routing is returned, never stored: a recomputed block counts nothing
-        twice.
+    def forward(self, x: Tensor, pack: Pack, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """x [T, d] -> ([T, d], routing). replay: see `Gate`. The routing is returned, never stored: a recomputed block
+        counts nothing twice.
         """
-        routing = self.gate(x, pack.image)
+        routing = self.gate(x, pack.image, replay)
         y = self.experts(x, routing) + self.shared_experts(x).float()
         return y.to(x.dtype), routing
+
+
+def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: int) -> None:
+    """Raise ValueError unless `routing` [B, S, layers, k] names for every token and layer either k different experts
+    or none (-1: not recorded).
+    """
+    k, experts = config.num_experts_per_tok, config.n_routed_experts
+    shape = (rows, row_length, config.num_hidden_layers, k)
+    if tuple(routing.shape) != shape or routing.is_floating_point():
+        raise ValueError(f"routing must be whole numbers {list(shape)}, got {routing.dtype} {list(routing.shape)}")
+    ordered = routing.sort(-1).values
+    recorded = ordered[..., -1] >= 0
+    wrong = recorded & ((ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(-1))
+    if bool(wrong.any()) or bool(((routing < -1) | (routing >= experts)).any()):
+        raise ValueError(f"routing must name {k} different experts of 0..{experts - 1} for a token, or {k} times -1")
 
 
 def expert_load(routing: Routing, image: Tensor | None) -> Tensor:
