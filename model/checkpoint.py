@@ -16,11 +16,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from model.backbone import DeepseekV41, allocate_model
 from model.config import ModelConfig, Runtime
-from model.engram import build_token_map
+from model.engram import build_token_map, engram_tables
 from model.quantize import FP4_ROWS, Packing
 from model.released import (
     PLAIN,
@@ -53,7 +54,14 @@ SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out 
 SHARD_BYTES = 4 * 2**30
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 _MIX = re.compile(r"(.*)\.hc_(attn|ffn)\.(fn|base|scale)")
-_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+GENERATION = "generation_config.json"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    GENERATION,
+)  # small files that come along with weights
 
 
 def released_names(name: str, shape: torch.Size) -> list[str]:
@@ -113,8 +121,11 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     format: Literal["plain", "released"] = "plain",
+    companions: Mapping[str, str] | None = None,
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
+
+    `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer.companion_files`).
 
     `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
     matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
@@ -132,6 +143,8 @@ def save_pretrained(
         _write(work, sources, model.config, format, dtype, shard_bytes)
         if tokenizer is not None:
             tokenizer.save(str(work / "tokenizer.json"))
+        for name, text in (companions or {}).items():
+            (work / name).write_text(text, encoding="utf-8")
 
 
 def convert_checkpoint(
@@ -155,7 +168,7 @@ def convert_checkpoint(
         released_before = any(source.kept is not None for source in sources)
         dtype = torch.bfloat16 if format == "bf16" and not released_before else None
         total = _write(work, sources, config, "released" if format == "released" else "plain", dtype, shard_bytes)
-        for name in _COMPANIONS:
+        for name in COMPANIONS:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
     return total
@@ -275,7 +288,7 @@ def _write(
 ) -> int:
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
-    bundles, kept = [], []
+    bundles, kept, stored = [], [], torch.float32
     for source in sources:
         packing = packing_of(source.name)
         if format == "released" and packing is not None:
@@ -283,18 +296,35 @@ def _write(
             continue
         keep = dtype is None or len(source.shape) < 2 or ".hc_" in source.name
         bundles.append([Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks)])
+        if source.name == "embed.weight":
+            stored = bundles[-1][0].dtype
         if source.kept is not None and packing is not None:
             shape = packing.scale_shape(*source.shape)
             kept.append(Stored(scale_name(source.name), shape, torch.float8_e8m0fnu, lambda s=source: iter([s.kept()])))
     total = write_shards(folder, bundles, shard_bytes)
     if kept:
         write_file(folder / SCALES, kept)
-    raw = config.to_dict()
-    quantization = raw.pop("quantization_config", None) or QUANTIZATION
-    if format == "released":
-        raw["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "config.json", _written_config(config, format, stored))
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / GENERATION, ids)
     return total
+
+
+def _written_config(config: ModelConfig, format: str, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a folder whose plain matrices are stored in `dtype`; rows of Engram tables are spelled out."""
+    if config.text.engram_layer_ids and not config.text.engram_num_embeddings:
+        rows = engram_tables(config.text).rows
+        config = replace(config, text=replace(config.text, engram_num_embeddings=rows))
+    raw = config.to_dict()
+    raw["dtype"] = str(dtype).removeprefix("torch.")
+    quantization = raw.pop("quantization_config", None)
+    if format == "released":
+        raw["quantization_config"] = quantization or QUANTIZATION
+    return raw
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

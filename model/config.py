@@ -25,6 +25,17 @@ _CARRIED = {
     "tie_word_embeddings": False,
     "use_cache": None,
 }
+# What the released config.json says beside the fields below; other readers look for these keys.
+_TEXT_CONSTANTS = {
+    "model_type": f"{MODEL_TYPE}_text",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "tie_word_embeddings": False,
+}
+_VISION_CONSTANTS = {"model_type": f"{MODEL_TYPE}_vision"}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,8 @@ class ModelConfig:
             problems.append(f"model_type: must be {MODEL_TYPE!r}")
         if raw.pop("tie_word_embeddings", False):
             problems.append("tie_word_embeddings: V4.1 has separate embedding and head, must be false")
+        for key in ("dtype", "torch_dtype"):  # of the files, which say it themselves
+            raw.pop(key, None)
         for key in ("text_config", "vision_config"):
             if not isinstance(raw.get(key) or {}, dict):
                 raise ValueError(f"{key}: must be a mapping of the released keys, got {type(raw[key]).__name__}")
@@ -200,11 +213,19 @@ class ModelConfig:
             raise ValueError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The released JSON shape; `from_dict(to_dict())` is the identity."""
-        out: dict[str, Any] = {
+        """The released JSON shape with the keys that the released file has; `from_dict(to_dict())` is the identity.
+
+        The token ids inside `text_config` are those that are not the released ones. A model without vision tower says
+        so by a tower of no layers: readers take a missing `vision_config` for the released tower.
+        """
+        vision = {**_VISION_CONSTANTS, **(_plain(self.vision) if self.vision else {"num_hidden_layers": 0})}
+        text = {**_TEXT_CONSTANTS, **_plain(self.text)}
+        text = {key: value for key, value in text.items() if key not in _IDS or value != getattr(TextConfig, key)}
+        return {
             "model_type": MODEL_TYPE,
             "architectures": ["DeepseekV41ForCausalLM"],
-            "text_config": _plain(self.text),
+            "text_config": text,
+            "vision_config": vision,
             "image_token_id": self.image_token_id,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
@@ -212,9 +233,6 @@ class ModelConfig:
             "tie_word_embeddings": False,
             **self.extra,
         }
-        if self.vision is not None:
-            out["vision_config"] = _plain(self.vision)
-        return out
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZATION = {
     "quant_method": "fp8",
+    "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "scale_fmt": "ue8m0",
     "weight_block_size": [32, 32],

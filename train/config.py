@@ -338,7 +338,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
-    known = [*ModelConfig().to_dict(), "vision_config", "quantization_config"]
+    known = [*ModelConfig().to_dict(), "quantization_config"]
     misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig names these; other keys it carries along
     # The config.json of others has more keys, which are carried along.
     foreign = set() if config.init_from else config.model.keys() - set(known) - misplaced

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from data.chat import prompt_ids
+from data.companions import companion_files
 from model import save_pretrained
 from optim import format_table
 from train import checkpoint
@@ -123,7 +124,8 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
     )
     report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
     if run.config.checkpoint.export:
-        save_pretrained(run.model, directory / "export", run.tokenizer)
+        files = companion_files(run.config.data, run.tokenizer)
+        save_pretrained(run.model, directory / "export", run.tokenizer, companions=files)
         report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")
     report.log(f"metrics:    {directory / 'metrics.jsonl'}")

@@ -168,7 +168,7 @@ def test_a_save_replaces_the_folder_whole(tmp_path) -> None:
     save_pretrained(tiny_model(seed=1), tmp_path / "m", shard_bytes=20_000)
     new = tiny_model(seed=2)
     save_pretrained(new, tmp_path / "m")
-    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["config.json", SINGLE]
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["config.json", "generation_config.json", SINGLE]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert same(new, load_pretrained(tmp_path / "m"))
 

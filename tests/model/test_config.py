@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 
 import pytest
 from golden_files import golden
 from tiny import raw_config
 
-from model import ModelConfig, Runtime, TextConfig
+from model import ModelConfig, Runtime, TextConfig, VisionConfig
 
 SCHEDULE = [
     # change, and what the message must name: key, layer, rule
@@ -106,6 +108,49 @@ def test_defaults_are_the_released_model() -> None:
     assert text.index_source_layer_ids == (2, 8, 14, 20, 24, 28, 32, 36)
     assert (text.index_topk, text.candidate_topk_blocks, text.candidate_block_size) == (512, 2048, 8)
     assert (text.rms_norm_eps, text.compress_rope_theta, text.swiglu_limit) == (1e-20, 160000.0, 10.0)
+
+
+RELEASED = {  # what the released file says beside the defaults of TextConfig and VisionConfig
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "image_token_id": 129264,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+    },
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {"model_type": "deepseek_v41_vision"},
+}
+
+
+def test_the_released_file_comes_back_key_for_key() -> None:
+    raw = copy.deepcopy(RELEASED)
+    plain = json.loads(json.dumps([dataclasses.asdict(TextConfig()), dataclasses.asdict(VisionConfig())]))
+    raw["text_config"] |= {key: value for key, value in plain[0].items() if not key.endswith("os_token_id")}
+    raw["text_config"].pop("pad_token_id")
+    raw["vision_config"] |= plain[1]
+    assert len(raw["text_config"]) == 59 and len(raw["vision_config"]) == 11
+    config = ModelConfig.from_dict({**raw, "dtype": "bfloat16"})  # what the weights are stored in is no part of it
+    assert json.loads(json.dumps(config.to_dict())) == raw
+
+
+def test_text_ids_are_written_where_they_are_not_the_released_ones() -> None:
+    written = ModelConfig.from_dict(raw_config(eos_token_id=7)).to_dict()["text_config"]
+    assert (written["eos_token_id"], "bos_token_id" in written) == (7, False)
 
 
 @pytest.mark.parametrize("vision", [False, True])

@@ -1,0 +1,49 @@
+"""The small files that other programs expect beside a tokenizer.json: what its tokens are for, and the chat format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, processors
+
+from data.chat import REQUIRED
+from data.config import DataConfig
+from data.tokenizer import special_ids
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+def companion_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Name -> text of the files with which AutoTokenizer, and engines that build on it, read a tokenizer as this
+    project uses it: BOS in front, the control tokens by role, and (if it has the tokens) the chat format.
+
+    A tokenizer that came with such files keeps its own.
+    """
+    folder = Path(cfg.tokenizer).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    if cfg.tokenizer != "train" and (folder / CONFIG).is_file():
+        names = (CONFIG, TEMPLATE, "special_tokens_map.json")
+        return {name: (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).is_file()}
+    ids = special_ids(tokenizer)
+    roles = {"bos_token": ids.bos, "eos_token": ids.eos, "pad_token": ids.pad}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{role: tokenizer.id_to_token(number) for role, number in roles.items() if number is not None},
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {TOKENIZER: _with_bos(tokenizer, ids.bos), CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    if all(tokenizer.token_to_id(token) is not None for token in REQUIRED):
+        files[TEMPLATE] = (Path(__file__).parent / TEMPLATE).read_text(encoding="utf-8")
+    return files
+
+
+def _with_bos(tokenizer: Tokenizer, bos: int | None) -> str:
+    """tokenizer.json; where special tokens are asked for, a tokenizer that adds none puts BOS in front of a text."""
+    written = Tokenizer.from_str(tokenizer.to_str())
+    if bos is not None and written.post_processor is None:
+        token = tokenizer.id_to_token(bos)
+        written.post_processor = processors.TemplateProcessing(
+            single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, bos)]
+        )
+    return written.to_str(pretty=True)
