@@ -1,7 +1,8 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
 Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with
-the state saved: run the same command again to continue; 130 interrupted before there was anything to save.
+the state saved: run the same command again to continue; 4 another process of the run was lost: the same; 130
+interrupted before there was anything to save.
 """
 
 import sys
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from train import config, convert, plan, pretrain
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
+from train.watch import LOST, RankLost
 
 TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "plan": plan.run, "convert": convert.run}
 
@@ -31,6 +33,8 @@ def run_task(raw: DictConfig) -> None:
         fail(3, error)
     except Interrupted as error:
         fail(75, error)
+    except RankLost as error:
+        fail(LOST, error)
     except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from model import ModelConfig, build_model
 from model.engram import build_token_map
 from optim import Optimizer, assign
 from train.config import Config, ConfigError, problem
+from train.engine import Engine, World, pick_device
 from train.recipe import adamw_rules, report_rules
 
 
@@ -23,25 +24,35 @@ class Run:
     """The objects of a run."""
 
     config: Config
-    device: torch.device
+    world: World
     tokenizer: Tokenizer
     model_config: ModelConfig
     model: torch.nn.Module
     optimizer: Optimizer
+    engine: Engine
     train_batches: Any
     valid_batches: Any
     notes: list[str]  # what was decided here, for the log
 
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
 
-def build(config: Config) -> Run:
-    """Make everything a run needs.
+    @property
+    def passes(self) -> int:
+        """Forward passes of this process in a step."""
+        return self.config.task.share(self.world.size)[1]
+
+
+def build(config: Config, world: World | None = None) -> Run:
+    """Make everything a run needs, for this process of ``world`` (None: it is the only one).
 
     Raises:
         ConfigError: tokenizer and model do not fit.
         ValueError: the data cannot be read (with file, line and reason), or the rules miss a parameter.
     """
     torch.manual_seed(config.seed)
-    device = pick_device(config.parallel.device)
+    world = world or World(pick_device(config.parallel.device))
     tokenizer = load_tokenizer(config.data)
     given = ModelConfig.from_dict(config.model)
     model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
@@ -52,20 +63,25 @@ def build(config: Config) -> Run:
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        batch_size=config.task.micro_batch,
+        batch_size=config.task.share(world.size)[0] * world.size,
         seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
         vision=vision,
     )
-    model = build_model(model_config, runtime=config.runtime, token_map=token_map, seed=config.seed, device=device)
+    model = build_model(
+        model_config,
+        runtime=config.runtime,
+        token_map=token_map,
+        seed=config.seed,
+        device=world.device,
+        parallel=world.parallel,
+    )
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model)
+    engine = Engine(world, model, optimizer)
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
-    return Run(config, device, tokenizer, model_config, model, optimizer, train_batches, valid_batches, notes)
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device if there is one, else the CPU."""
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
 
 
 def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:

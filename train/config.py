@@ -12,6 +12,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
+from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,17 +38,29 @@ Rate = Annotated[float, Field(ge=0)]
 
 @dataclass(config=STRICT, frozen=True)
 class TaskConfig:
-    """What is trained on, how much of it, and how a step is cut into forward passes."""
+    """What is trained on, how much of it, and how a step is cut into forward passes.
+
+    A step is the same micro_batch * accumulation rows on any number of processes: they share its passes, and then the
+    rows of a pass (see ``share``).
+    """
 
     kind: Literal["pretrain", "sft", "plan"]  # plan: compute what the rest of this configuration costs
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
-    micro_batch: Positive  # rows in one forward pass
-    accumulation: Positive  # forward passes in one optimizer step
+    micro_batch: Positive  # rows in one forward pass of a process, at most
+    accumulation: Positive  # forward passes in one optimizer step, all processes together
     eval_every: Positive  # optimizer steps between evaluations; first and last state are always evaluated
     sample_prompt: str  # continued once the run is complete
     sample_tokens: NonNegative
     sample_temperature: Rate  # 0 = greedy
+
+    def share(self, ranks: int) -> tuple[int, int]:
+        """(rows in a forward pass, forward passes in a step) of each of so many processes.
+
+        No process runs more passes, or more rows in one, than a single one would.
+        """
+        passes = gcd(self.accumulation, ranks)
+        return self.micro_batch // (ranks // passes), self.accumulation // passes
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -77,11 +90,11 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
-    """Where and in which arithmetic the model runs. Several processes are for ``task=plan`` so far."""
+    """Where and in which arithmetic the model runs. Several processes are started by a launcher (train/engine.py)."""
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
-    data_parallel: Positive  # processes, one a GPU; each has its own batches
+    data_parallel: Positive  # processes, one a GPU; each has its own rows of a step
     expert_parallel: Positive  # processes that the routed experts of a layer are split over
     table_shards: Positive  # processes that the rows of an Engram table are split over
     gpu_memory_gib: Annotated[float, Field(gt=0)] | None  # of one GPU; what task=plan compares with
@@ -326,10 +339,14 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
             {"parallel.device"},
             problem("parallel.device", "cuda", "no CUDA device is present", "Use parallel.device=auto or cpu"),
         )
-    ranks = parallel.data_parallel
-    if ranks > 1 and config.task.kind != "plan":
-        rule, remedy = f"task={config.task.kind} runs in one process so far", "Use parallel=single, or task=plan"
-        yield {"parallel.data_parallel"}, problem("parallel.data_parallel", ranks, rule, remedy)
+    task, ranks = config.task, parallel.data_parallel
+    if task.micro_batch * task.accumulation % ranks:
+        rule = f"a step's {task.micro_batch * task.accumulation} rows (with task.accumulation = {task.accumulation}) "
+        rule += f"cannot be shared evenly by parallel.data_parallel = {ranks} processes"
+        yield (
+            {"task.micro_batch", "task.accumulation", "parallel.data_parallel"},
+            problem("task.micro_batch", task.micro_batch, rule, f"Make the product a multiple of {ranks}"),
+        )
     for key in ("expert_parallel", "table_shards"):
         if ranks % getattr(parallel, key):
             rule = f"must divide parallel.data_parallel = {ranks}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from model import indexer_recall
+from model import Losses, Totals, indexer_recall
 from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train import checkpoint
 from train.build import Run
 from train.checkpoint import State
+from train.engine import World
 from train.metrics import Reporter, memory_gib
 
 Batch = dict[str, torch.Tensor]
@@ -34,35 +35,56 @@ class Interrupted(Exception):
     """The process was asked to stop; the run state is saved."""
 
 
-def train_step(run: Run, batches: list[Batch], step: int, tokens: int) -> dict[str, Any]:
-    """One optimizer step over micro-batches: exactly the step that one batch of all their rows would make.
+def train_step(
+    run: Run, batches: list[Batch], step: int, tokens: int, losses_of: Callable[[Batch, Totals], Losses] | None = None
+) -> dict[str, Any]:
+    """One optimizer step over the micro-batches of all ranks: exactly the step that one batch of all their rows would
+    make.
 
-    Every loss is divided by the totals of the whole step, so that the gradients of the micro-batches simply add up. The
-    router biases move once, after the update, by the expert load of the whole step.
+    Every loss is divided by the totals of the whole step, so that the gradients of micro-batches and ranks simply add
+    up. The router biases move once, after the update, by the expert load of the whole step. The numbers returned are
+    those of the whole step, the same on every rank.
 
     Args:
+        batches: this rank's, equally many on every rank.
         step, tokens: done before this step; they place it on the schedule.
+        losses_of: the losses of one micro-batch, divided by the step's totals; None: ``model.losses``.
 
     Raises:
-        NonFiniteError: before anything is updated.
+        NonFiniteError: on every rank, before anything is updated.
     """
-    model, optimizer, optim = run.model, run.optimizer, run.config.optim
+    model, optimizer, optim, world = run.model, run.optimizer, run.config.optim, run.world
+    losses_of = losses_of or (lambda batch, totals: model.losses(**batch, totals=totals))
     lr = optim.schedule.lr(step, tokens)
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
-    totals = _sum(model.totals(**batch) for batch in batches)
+    totals = Totals.from_tensor(world.sum_(_sum(model.totals(**batch) for batch in batches).to_tensor()))
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         with precision(run):
-            losses = model.losses(**batch, totals=totals)
-        losses.total.backward()
+            losses = losses_of(batch, totals)
+        run.engine.backward(losses.total)
         for name, value in _loss_sums(losses).items():
             sums[name] = sums[name] + value if name in sums else value
+    run.engine.reduce()
+    sums = sum_over_ranks(world, sums)
     norm = clip_(optimizer.active_parameters(), optim.clip)
     check_finite(sums["total"], norm, step + 1)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    run.engine.step()
     move_router_biases(run, sums["expert_load"])
     return {"lr": lr, "grad_norm": norm, "real": totals.real, **sums}
+
+
+def sum_over_ranks(world: World, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same sums over all ranks, in one call for each dtype."""
+    if world.size == 1:
+        return sums
+    found: dict[str, torch.Tensor] = {}
+    for dtype in {value.dtype: None for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.dtype == dtype]
+        flat = world.sum_(torch.cat([sums[name].flatten() for name in names]))
+        parts = flat.split([sums[name].numel() for name in names])
+        found |= {name: part.view_as(sums[name]) for name, part in zip(names, parts, strict=True)}
+    return found
 
 
 def move_router_biases(run: Run, load: torch.Tensor) -> None:
@@ -83,7 +105,8 @@ def evaluate(run: Run) -> dict[str, Any]:
     much of the true top-k attention mass the indexers find on the first of them. Changes no state.
     """
     started = time.perf_counter()
-    nats, targets, load, recall = 0.0, 0, 0, []
+    nats = torch.zeros((), dtype=torch.float64)
+    targets, load, recall = torch.zeros((), dtype=torch.int64), 0, []
     for number, batch in enumerate(run.valid_batches):
         batch = to_device(batch, run.device)
         with precision(run):
@@ -92,7 +115,8 @@ def evaluate(run: Run) -> dict[str, Any]:
                 recall = probe_recall(run, batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
         load = load + losses.expert_load
-    loss = nats / targets
+    nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
+    loss, load = nats / targets, run.world.sum_(load)
     return {
         "loss": loss,
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
@@ -125,17 +149,17 @@ def train(run: Run, state: State, report: Reporter) -> None:
     """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
 
     Raises:
-        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C.
+        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C of any rank; all stop after the same step.
         NonFiniteError: the last saved state is the one before.
     """
-    task, saving = run.config.task, run.config.checkpoint
+    task, saving, world = run.config.task, run.config.checkpoint, run.world
     batches = iter(run.train_batches)
     with stop_signals() as received:
         if state.first_valid is None:
             state.first_valid = state.last_valid = _report_evaluation(run, state, report)
-        while state.tokens < task.tokens and not received:
+        while state.tokens < task.tokens and not world.any(bool(received)):
             started = time.perf_counter()
-            micro_batches = [to_device(next(batches), run.device) for _ in range(task.accumulation)]
+            micro_batches = [to_device(next(batches), run.device) for _ in range(run.passes)]
             waited = time.perf_counter() - started
             numbers = train_step(run, micro_batches, state.step, state.tokens)
             _advance(run, state, report, numbers, waited, started)
@@ -146,14 +170,16 @@ def train(run: Run, state: State, report: Reporter) -> None:
                 save(run, state)
         if state.tokens < task.tokens:
             where = f"state saved in {save(run, state)}" if state.step else "nothing trained yet"
-            raise Interrupted(
-                f"Stopped by {received[0]} after step {state.step}, {where}. Run the same command to continue."
-            )
+            cause = next(filter(None, world.gather("".join(received[:1]))))
+            raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
 
 
 def save(run: Run, state: State) -> Path:
     """Write the run state."""
-    return checkpoint.save(
+    if not run.world.first:
+        run.world.barrier()
+        return run.config.run_dir / "checkpoints"
+    folder = checkpoint.save(
         run.config.run_dir / "checkpoints",
         state,
         model=run.model,
@@ -162,6 +188,8 @@ def save(run: Run, state: State) -> Path:
         model_config=run.model_config.to_dict(),
         keep=run.config.checkpoint.keep,
     )
+    run.world.barrier()
+    return folder
 
 
 def resume(run: Run, folder: Path) -> State:

@@ -100,7 +100,8 @@ def plan(config: Config) -> Plan:
     for item, units in owned(items):
         state[item.method] += units * item.state_bytes
         optimizer_flops[item.method] += units * update_flops(item, config.optim.settings.sinkhorn.iterations)
-    local = config.task.seq_len * config.task.micro_batch * config.task.accumulation
+    task = config.task
+    local = task.seq_len * task.micro_batch * task.accumulation // config.parallel.data_parallel
     costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
     per_token = sum(cost.step + cost.recomputed * config.runtime.recompute for cost in costs.values())
     return Plan(
@@ -115,6 +116,11 @@ def plan(config: Config) -> Plan:
         step_flops=local * per_token,
         optimizer_flops=optimizer_flops,
     )
+
+
+def rows_in_pass(config: Config) -> int:
+    """Rows of a forward pass of a rank."""
+    return config.task.share(config.parallel.data_parallel)[0]
 
 
 def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iterator[Item]:
@@ -175,7 +181,7 @@ def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
     the end of the forward or a block of the backward.
     """
     bf16, recompute = config.parallel.precision == "bf16", config.runtime.recompute
-    tokens = config.task.seq_len * config.task.micro_batch
+    tokens = config.task.seq_len * rows_in_pass(config)
     saved = count.activation_bytes(model.config, bf16, recompute)
     held = {f"activations: {part}": tokens * size for part, size in saved.items()}
     held["the head's gradient in the loss"] = count.head_gradient_bytes(model.config)
@@ -243,7 +249,7 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
 def report(p: Plan) -> str:
     """The plan as tables for people."""
     config, layout, task = p.config, p.config.parallel, p.config.task
-    text, tokens = p.model.config.text, p.config.task.seq_len * p.config.task.micro_batch
+    text, (rows, passes) = p.model.config.text, task.share(layout.data_parallel)
     recompute = "on" if config.runtime.recompute else "off"
     costs = count.flops(p.model, task.seq_len, config.runtime.candidate_pool)
     forward = sum(cost.forward for cost in costs.values())
@@ -258,7 +264,7 @@ def report(p: Plan) -> str:
         f"  and the sliding windows, {count.window_kv_bytes(text):,} bytes a sequence",
         "",
         f"LAYOUT: {layout.data_parallel} GPUs, experts over {layout.expert_parallel}, Engram tables over "
-        f"{layout.table_shards}; {task.accumulation} micro-batches of {task.micro_batch} x {task.seq_len} tokens, "
+        f"{layout.table_shards}; {passes} micro-batches of {rows} x {task.seq_len} tokens, "
         f"{layout.precision}, recompute {recompute}, optim.rules {config.optim.rules}",
         *_table(("memory of the fullest GPU", "GiB", ""), _memory_rows(p)),
         *_table(("activations of a micro-batch", "GiB"), [
@@ -266,7 +272,7 @@ def report(p: Plan) -> str:
             for name, on in (("off", False), ("on", True))
         ]),
         *_table(
-            (f"sent by a GPU in a step of {tokens * task.accumulation * layout.data_parallel:,} tokens", "GiB"),
+            (f"sent by a GPU in a step of {task.seq_len * task.micro_batch * task.accumulation:,} tokens", "GiB"),
             [(kind, f"{size / GIB:.2f}") for kind, size in p.traffic.items()],
         ),
         *_table(
@@ -319,7 +325,7 @@ def _memory_rows(p: Plan) -> list[tuple[str, ...]]:
 
 def _activations(config: Config, model: DeepseekV41, recompute: bool) -> float:
     per_token = count.activation_bytes(model.config, config.parallel.precision == "bf16", recompute)
-    return config.task.seq_len * config.task.micro_batch * sum(per_token.values())
+    return config.task.seq_len * rows_in_pass(config) * sum(per_token.values())
 
 
 def _step_rows(p: Plan) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import yaml
@@ -20,10 +20,11 @@ from train import checkpoint
 from train.build import Run, build
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
+from train.engine import launch
 from train.errors import given
 from train.initial import load_origin
-from train.loop import resume, train
-from train.metrics import Reporter
+from train.loop import Interrupted, NonFiniteError, resume, train
+from train.metrics import Reporter, Silent
 from train.sample import sample
 
 
@@ -34,21 +35,30 @@ def run(config: Config) -> None:
         InputError, DataError, OSError: what was given cannot be used.
         NonFiniteError, Interrupted: see ``train.loop.train``.
     """
-    with only_process_in(config.run_dir):
-        folder, changes = find_state(config)
-        print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
+    world = launch(config.parallel)
+    alone = only_process_in(config.run_dir) if world.first else nullcontext()
+    with alone, world.together(Interrupted, NonFiniteError):
+        folder, changes = world.from_first(find_state(config))
+        if world.first:
+            print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
         with given():
-            objects = build(config)
+            objects = build(config, world)
             state = resume(objects, folder) if folder else begin(objects)
-        write_text(config.run_dir / "tokenizer.json", objects.tokenizer.to_str(pretty=True))
-        write_text(config.run_dir / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
-        report = Reporter(config, state)
+        if world.first:
+            save_settings(config, objects)
+        report = Reporter(config, state) if world.first else Silent()
         try:
             _announce(objects, state, report, folder, changes)
             train(objects, state, report)
             _summarise(objects, state, report)
         finally:
             report.close()
+
+
+def save_settings(config: Config, run: Run) -> None:
+    """What a later run needs besides the weights."""
+    write_text(config.run_dir / "tokenizer.json", run.tokenizer.to_str(pretty=True))
+    write_text(config.run_dir / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
 
 
 def begin(run: Run) -> State:

@@ -74,11 +74,12 @@ def test_muon_flops_are_those_of_the_products_run() -> None:
 
 
 def test_traffic_of_the_all_to_alls(make_config) -> None:
-    """Tiny model: 6 layers, k 2, d 32; 2 Engram layers of 3 x 2 rows of 8; 2 x 2 x 64 tokens a rank."""
+    """Tiny model: 6 layers, k 2, d 32; 2 Engram layers of 3 x 2 rows of 8; 2 x 2 x 64 tokens
+    in a step of 4 ranks."""
     assert set(plan(make_config()).traffic.values()) == {0.0}
     sent = plan(_layout(make_config(), 4, 2, 4)).traffic
-    assert sent["all-to-all, experts"] == 256 * 6 * (2 * 32 * 4) * 2 * 2 / 2
-    assert sent["all-to-all, Engram tables"] == 256 * 2 * 6 * (8 + 2 * 4 * 8) * 3 / 4
+    assert sent["all-to-all, experts"] == 64 * 6 * (2 * 32 * 4) * 2 * 2 / 2
+    assert sent["all-to-all, Engram tables"] == 64 * 2 * 6 * (8 + 2 * 4 * 8) * 3 / 4
     again = plan(_layout(make_config("runtime.recompute=true"), 4, 2, 4)).traffic
     assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
 
@@ -110,12 +111,12 @@ def test_every_shipped_layout_is_valid(compose_raw, name: str) -> None:
 def test_impossible_layouts_are_refused(compose_raw) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(compose_raw(
-            "model=tiny", "data.vocab_size=512",
+            "model=tiny", "data.vocab_size=512", "task.accumulation=2",
             "parallel.data_parallel=4", "parallel.expert_parallel=3", "parallel.table_shards=8",
         ))  # fmt: skip
     text = str(caught.value)
     for expected in (
-        "parallel.data_parallel = 4: task=pretrain runs in one process so far",
+        "task.micro_batch = 1: a step's 2 rows (with task.accumulation = 2) cannot be shared evenly",
         "parallel.expert_parallel = 3: must divide model.text_config.n_routed_experts = 4",
         "parallel.expert_parallel = 3: must divide parallel.data_parallel = 4",
         "parallel.table_shards = 8: must divide parallel.data_parallel = 4",

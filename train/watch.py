@@ -1,0 +1,120 @@
+"""Which process of a run is gone: noticed within seconds, said by name, and the end of all others.
+
+A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
+thread that leaves a sign of life in the store the processes met in, and looks at the others: at those of its own host
+by their process id, and rank 0 at all by their signs of life.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+
+import psutil
+import torch.distributed as dist
+
+BEAT = 1.0  # seconds between signs of life
+SILENCE = 20.0  # seconds without one after which a process counts as lost
+GRACE = 10.0  # seconds that a process has to end by itself once another is lost
+FAILURES = 3  # beats in a row that the store must refuse: it ends with the process or launcher that holds it
+LOST = 4  # exit code
+
+
+class RankLost(RuntimeError):
+    """Another process of the run ended or no longer answers; the message names it."""
+
+
+class Watch(threading.Thread):
+    """The thread. ``store``: a connection of its own, for a call that waits in the shared one would silence it."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        super().__init__(name="watch", daemon=True)
+        self.store, self.rank, self.size = store, rank, size
+        self.me = f"{socket.gethostname()} {os.getpid()}"
+        self.lost: str | None = None
+        self._found, self._closed = threading.Event(), threading.Event()
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        store.set(f"where/{rank}", self.me)
+        store.set(f"beat/{rank}", "0")
+        self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
+
+    def run(self) -> None:
+        count = failures = 0
+        while self.lost is None:
+            if self._closed.wait(BEAT):
+                return
+            count += 1
+            try:
+                self.store.set(f"beat/{self.rank}", str(count))
+                self.lost, failures = self._look(), 0
+            except RuntimeError:
+                failures += 1
+                if failures == FAILURES:
+                    holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name_of(0)
+                    self.lost = f"{holder} no longer answers"
+        self._found.set()
+        if not self._closed.wait(GRACE):  # the main thread waits for a collective that nobody will answer
+            self.say()
+            os._exit(LOST)
+
+    def leave_word(self, reason: str) -> None:
+        """Tell the others why this process ends."""
+        try:
+            self.store.compare_set("lost", "", f"{self.name_of(self.rank)} stopped: {reason}")
+        except RuntimeError:  # the store is gone too; the others have noticed
+            pass
+
+    def verdict(self, seconds: float) -> str | None:
+        """What is lost, waiting for the answer at most so long."""
+        self._found.wait(seconds)
+        return self.lost
+
+    def close(self) -> None:
+        """This process ends in order, or at least by itself."""
+        self._closed.set()
+
+    def name_of(self, rank: int) -> str:
+        host, pid = self.places[rank]
+        return f"rank {rank} (process {pid} on {host})"
+
+    def speaks(self) -> bool:
+        """Whether this process is the one to report: rank 0, or rank 1 if that is the one lost."""
+        return self.rank == (1 if self.lost and self.lost.startswith(("rank 0 ", "the launcher")) else 0)
+
+    def say(self) -> None:
+        if self.speaks():
+            print(f"error: {message(self.lost)}", file=sys.stderr, flush=True)
+
+    def _look(self) -> str | None:
+        if self.store.check(["lost"]):
+            return self.store.get("lost").decode()
+        host = self.places[self.rank][0]
+        gone = [r for r, (there, pid) in enumerate(self.places) if there == host and not _lives(int(pid))]
+        if not gone and self.rank == 0:
+            gone = [rank for rank in range(1, self.size) if self._silent(rank)]
+        if not gone:
+            return None
+        time.sleep(BEAT / 2)  # one that ended by itself has left word
+        found = f"{self.name_of(gone[0])} is gone"
+        return self.store.compare_set("lost", "", found).decode() or found
+
+    def _silent(self, rank: int) -> bool:
+        beat, now = self.store.get(f"beat/{rank}"), time.monotonic()
+        if self._beats.get(rank, (b"", 0.0))[0] != beat:
+            self._beats[rank] = beat, now
+        return now - self._beats[rank][1] > SILENCE
+
+
+def message(lost: str) -> str:
+    """What a person is told."""
+    return f"{lost}; the other processes ended too. Start the same command again to continue from the last checkpoint"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
