@@ -3,20 +3,25 @@
 from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
 from model.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
+from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
 
 __all__ = [
     "DeepseekV41",
+    "Generator",
     "Losses",
     "ModelConfig",
     "Objective",
     "Output",
+    "Request",
     "Runtime",
+    "Sample",
     "TextConfig",
     "Totals",
     "VisionConfig",
     "build_model",
     "convert_checkpoint",
+    "generate",
     "indexer_recall",
     "load_pretrained",
     "load_weights",

@@ -13,7 +13,7 @@ Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from model.norm import RMSNorm
 from model.pack import Entries, Pack
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
-from model.sparse import dense_attention, full_mass, sparse_attention
+from model.sparse import dense_attention, full_mass, gathered_attention, sparse_attention
+
+if TYPE_CHECKING:
+    from model.cache import LayerCache
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,15 @@ class Shared:
     """Cross-layer state of CSA2, replaced whole by the layers that own a part of it.
 
     compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none),
-    candidates int32 [T, M] blocks of the hierarchical indexer (None = no restriction).
+    candidates int32 [T, M] blocks of the hierarchical indexer (None = no restriction). When decoding, the selected
+    entries chosen_kv [T, K, D] take the place of compressed_kv, most of which nobody needs.
     """
 
     compressed_kv: Tensor | None = None
     index_keys: Tensor | None = None
     topk_indices: Tensor | None = None
     candidates: Tensor | None = None
+    chosen_kv: Tensor | None = None
 
 
 class Attended(NamedTuple):
@@ -65,16 +70,19 @@ class Compressor(nn.Module):
             self.wgate = nn.Linear(config.hidden_size, config.head_dim, bias=False)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, entries: Entries) -> Tensor:
-        """x [T, d] -> latent [N, D]. An incomplete tail group gives no entry."""
-        projected = self.wkv(x)
-        if self.ratio == 1:
-            return self.norm(projected.index_select(0, entries.first_token))
-        members = entries.first_token[:, None] + torch.arange(self.ratio, device=x.device)
-        members = members.clamp(max=x.shape[0] - 1).flatten()  # only unused slots can point past the end
-        kv = projected.index_select(0, members).unflatten(0, (-1, self.ratio)).float()
-        gate = self.wgate(x).index_select(0, members).unflatten(0, (-1, self.ratio)).float()
-        return self.norm((kv * gate.softmax(dim=1)).sum(1).to(projected.dtype))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [T, d] -> values [T, D] and, for r > 1, gates [T, D] of every token."""
+        return self.wkv(x), self.wgate(x) if self.ratio > 1 else None
+
+    def pool(self, values: Tensor, gates: Tensor | None, entries: Entries) -> Tensor:
+        """Latents [N, D] of the groups that `entries.members` lists. An incomplete tail group gives no entry."""
+        members = entries.members.flatten()
+        picked = values.index_select(0, members)
+        if gates is None:
+            return self.norm(picked)
+        picked = picked.unflatten(0, (-1, self.ratio)).float()
+        weights = gates.index_select(0, members).unflatten(0, (-1, self.ratio)).float().softmax(dim=1)
+        return self.norm((picked * weights).sum(1).to(values.dtype))
 
 
 class GroupedLinear(nn.Module):
@@ -112,32 +120,48 @@ class Attention(nn.Module):
         self.compressor = Compressor(config, self.ratio) if full else None
         self.indexer = Indexer(config, owns_keys=full) if layer in config.index_source_layer_ids else None
 
-    def forward(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> Attended:
-        """x [T, d] (normalised sublayer input)."""
+    def forward(
+        self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None = None
+    ) -> Attended:
+        """x [T, d] (normalised sublayer input). `cache`: what earlier passes kept for this layer; the pack's tokens
+        follow it and are added to it.
+        """
         phasors = pack.phasors_yarn if self.ratio else pack.phasors
         q_lat = self.q_norm(self.wq_a(x))
         q = rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors)
         window_kv = fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
         if self.compressor is not None:
-            shared = self._compress(x, pack.entries[self.ratio], shared, runtime)
+            shared = self._compress(x, pack.entries[self.ratio], shared, runtime, cache)
         lesson = None
         if self.indexer is not None:
             shared, lesson = self._index(x, q_lat, pack, shared, runtime)
-        window_start = torch.maximum(pack.document_start, pack.index - (self.config.sliding_window - 1))
-        out, mass = self._attend(q, window_kv, window_start, shared, runtime)
+            if cache is not None and cache.decoding:
+                shared = replace(shared, chosen_kv=cache.chosen(shared.topk_indices, q.dtype))
+        if cache is None:
+            entries = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
+            out, mass = self._attend(q, window_kv, pack.window_start, *entries, runtime)
+        else:
+            out, mass = self._attend_cached(q, window_kv, shared, runtime, cache), None
         truth = None
         if runtime.probe and self.ratio:
             seen = pack.entries[self.ratio]
             span = (seen.visible_from, seen.visible_to)
-            truth = full_mass(q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
+            truth = full_mass(q, window_kv, pack.window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
         return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass, truth)
 
-    def _compress(self, x: Tensor, entries: Entries, shared: Shared, runtime: Runtime) -> Shared:
-        latent = self.compressor(x, entries)
-        kv = rotate(latent, entries.phasors)
-        if runtime.kv_quant:
+    def _compress(
+        self, x: Tensor, entries: Entries, shared: Shared, runtime: Runtime, cache: LayerCache | None
+    ) -> Shared:
+        projected = self.compressor.project(x)
+        if cache is not None:
+            projected = cache.open_groups(*projected)
+        latent = self.compressor.pool(*projected, entries)
+        kv, keys = rotate(latent, entries.phasors), self.indexer.keys(latent, entries)
+        if cache is not None:
+            kv, keys = cache.entries(kv, keys)
+        elif runtime.kv_quant:
             kv = fake_quant_fp4(kv)
-        return replace(shared, compressed_kv=kv, index_keys=self.indexer.keys(latent, entries), candidates=None)
+        return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
 
     def _index(self, x: Tensor, q_lat: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> tuple[Shared, Lesson]:
         config, entries = self.config, pack.entries[self.ratio]
@@ -156,13 +180,36 @@ class Attention(nn.Module):
         return shared, Lesson(query, shared.index_keys, topk_indices)
 
     def _attend(
-        self, q: Tensor, window_kv: Tensor, window_start: Tensor, shared: Shared, runtime: Runtime
+        self,
+        q: Tensor,
+        window_kv: Tensor,
+        window_start: Tensor,
+        entries: Tensor | None,
+        topk_indices: Tensor | None,
+        runtime: Runtime,
     ) -> tuple[Tensor, Tensor | None]:
-        entries, topk_indices = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
         inputs = (q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale)
         if runtime.attention == "dense":
             return dense_attention(*inputs)
         return sparse_attention(*inputs, self.config.sliding_window)
+
+    def _attend_cached(
+        self, q: Tensor, window_kv: Tensor, shared: Shared, runtime: Runtime, cache: LayerCache
+    ) -> Tensor:
+        """Attention whose window reaches back into the cache."""
+        topk_indices = shared.topk_indices if self.ratio else None
+        if cache.decoding:
+            keys, hidden = cache.window_of_each(window_kv)
+            if self.ratio:
+                keys = torch.cat([keys, shared.chosen_kv], dim=1)
+                hidden = torch.cat([hidden, topk_indices < 0], dim=1)
+            return gathered_attention(q, keys, hidden, self.attn_sink, self.scale)
+        keys, axis = cache.window_axis(window_kv)
+        if topk_indices is not None:
+            topk_indices = axis.spread(topk_indices, -1)
+        entries = shared.compressed_kv if self.ratio else None
+        out, _ = self._attend(axis.spread(q, 0), keys, axis.start, entries, topk_indices, runtime)
+        return out.index_select(0, axis.place)
 
     def _project(self, out: Tensor) -> Tensor:
         """Grouped output projection: [T, H, D] -> each group's block of wo_a -> wo_b -> [T, d]."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, Shared
+from model.cache import LayerCache, Step
 from model.config import ModelConfig, Runtime, TextConfig
 from model.engram import Engram, check_token_map, engram_rows
 from model.hyper import HyperConnection, collapse, expand
@@ -64,14 +65,15 @@ class Block(nn.Module):
         pack: Pack,
         runtime: Runtime,
         replay: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> BlockResult:
         """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram
-        rows or None; `replay` int64 [T, k]: experts to use, see `Gate`.
+        rows or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`.
         """
         if self.engram is not None:
             streams = self.engram(streams, rows, pack)
         mix = self.hc_attn(streams)
-        attended = self.attn(self.attn_norm(collapse(streams, pre_mix)), pack, shared, runtime)
+        attended = self.attn(self.attn_norm(collapse(streams, pre_mix)), pack, shared, runtime, cache)
         streams = expand(streams, attended.output, mix.post, mix.comb)
         pre_mix = mix.pre
         mix = self.hc_ffn(streams)
@@ -271,12 +273,20 @@ class DeepseekV41(nn.Module):
     def _trace(
         self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types, routing: Tensor | None = None
     ) -> Trace:
-        text = self.config.text
         if routing is not None:
-            check_routing(text, routing, pack.rows, pack.row_length)
+            check_routing(self.config.text, routing, pack.rows, pack.row_length)
             routing = pack.flatten(routing).long()
         tokens = pack.flatten(input_ids)
         x = self._embed(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
+        return self._run(x, tokens, pack, routing)
+
+    def _run(
+        self, x: Tensor, tokens: Tensor, pack: Pack, routing: Tensor | None = None, step: Step | None = None
+    ) -> Trace:
+        """All blocks on embeddings x [T, d] of tokens int64 [T]; `routing` int64 [T, layers, k] prescribes experts; with
+        `step` they continue what a cache holds.
+        """
+        text = self.config.text
         streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
         pre_mix = torch.zeros(pack.tokens, text.hc_mult, dtype=torch.float32, device=x.device)
         pre_mix[:, 0] = 1.0
@@ -287,9 +297,10 @@ class DeepseekV41(nn.Module):
             entering.append(streams)
             rows = None
             if block.engram is not None:
-                rows = engram_rows(text, layer, self.token_map, tokens, pack)
+                known = self.token_map
+                rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
             replay = None if routing is None else routing[:, layer]
-            arguments = (streams, pre_mix, shared, rows, pack, self.runtime, replay)
+            arguments = (streams, pre_mix, shared, rows, pack, self.runtime, replay, step and step.layer(layer))
             if self.runtime.recompute and torch.is_grad_enabled():
                 result = checkpoint(block, *arguments, use_reentrant=False)
             else:

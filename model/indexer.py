@@ -72,21 +72,44 @@ def select(
     """
     tokens = query.q.shape[0]
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
-    blocks = entries.slots // block
+    blocks = (entries.own or entries.slots) // block
     restrict = pool is not None and blocks > pool
     candidates = torch.full((tokens, pool), -1, dtype=torch.int32, device=keys.device) if restrict else None
+    scored = _scores_of_own if entries.own else _scores_of_ranges
+    for rows, low, scores in scored(query, keys, entries, block):
+        peaks = scores.unflatten(1, (-1, block)).amax(-1)  # best score of each block
+        best = _best(scores, peaks, topk, low, block)
+        topk_indices[rows, : best.shape[1]] = best
+        if restrict:
+            kept = _best_blocks(peaks, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
+            candidates[rows, : kept.shape[1]] = kept
+    return topk_indices, candidates
+
+
+def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
+    """(queries, their first slot, their masked scores [C, n]): consecutive queries share one range of slots."""
     scratch = Scratch()
     for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
         rows = slice(start, stop)
         scores = _scores(query.q[rows], query.weights[rows], keys[low:high], scratch)
         scores.add_(torch.arange(high - low, device=keys.device) * TIE_BREAK)
         _hide_unseen_(scores, entries, start, stop, low)
-        peaks = scores.unflatten(1, (-1, block)).amax(-1)  # best score of each block
-        topk_indices[rows, : min(topk, high - low)] = _best(scores, peaks, topk, low, block)
-        if restrict:
-            kept = _best_blocks(peaks, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
-            candidates[rows, : kept.shape[1]] = kept
-    return topk_indices, candidates
+        yield rows, low, scores
+
+
+def _scores_of_own(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
+    """The same where every query has its own `entries.own` slots: their first is a column [C, 1]."""
+    scratch = Scratch()
+    keys = keys.view(-1, entries.own, keys.shape[1])
+    step = max(1, chunk_elements(keys.device) // (query.q.shape[1] * entries.own))
+    number = torch.arange(entries.own, device=keys.device)
+    for start in range(0, query.q.shape[0], step):
+        rows = slice(start, min(start + step, query.q.shape[0]))
+        low = entries.visible_from[rows, None]
+        scores = _scores(query.q[rows], query.weights[rows], keys[rows], scratch)
+        scores.add_(number * TIE_BREAK)
+        scores.masked_fill_(number >= entries.visible_to[rows, None] - low, float("-inf"))
+        yield rows, low, scores
 
 
 @torch.no_grad()
@@ -157,19 +180,22 @@ def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: 
     scores[:, first - low :].masked_fill_(unseen, float("-inf"))
 
 
-def _best_blocks(peaks: Tensor, visible_from: Tensor, visible_to: Tensor, low: int, block: int, pool: int) -> Tensor:
+def _best_blocks(
+    peaks: Tensor, visible_from: Tensor, visible_to: Tensor, low: int | Tensor, block: int, pool: int
+) -> Tensor:
     """Candidate blocks of a chunk: int32 [C, min(pool, blocks in range)], -1 where fewer are reachable. Overwrites
-    peaks [C, blocks].
+    peaks [C, blocks]; low (a number or [C, 1]) is the slot of the first.
     """
-    newest = ((visible_to - 1).clamp(min=low) - low) // block
+    newest = (visible_to[:, None] - 1 - low).clamp(min=0) // block
     sees = visible_to > visible_from
-    peaks.scatter_(1, newest[:, None], torch.where(sees, float("inf"), float("-inf"))[:, None])
+    peaks.scatter_(1, newest, torch.where(sees, float("inf"), float("-inf"))[:, None])
     top = peaks.topk(min(pool, peaks.shape[1]), dim=-1)
     return (top.indices + low // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
 
 
-def _best(scores: Tensor, peaks: Tensor, topk: int, low: int, block: int) -> Tensor:
-    """Slots of the best entries, int32 [C, min(topk, n)], -1 where fewer are visible.
+def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: int) -> Tensor:
+    """Slots of the best entries, int32 [C, min(topk, n)], -1 where fewer are visible; low (a number or [C, 1]) is the
+    slot of the first.
 
     The best k entries lie in the k blocks with the highest peaks, so that only those blocks' entries are sorted.
     """

@@ -28,16 +28,14 @@ class Entries:
     """
 
     ratio: int
-    first_token: Tensor  # int64 [N]: pack index of the slot's first token (unused slots repeat a valid one)
+    slots: int
+    members: Tensor  # int64 [N, r]: pack indices of the slot's tokens (unused slots repeat valid ones)
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
     host_from: Tensor  # the same two on the CPU, to bound the scoring chunks without a device sync
     host_to: Tensor
-
-    @property
-    def slots(self) -> int:
-        return self.first_token.shape[0]
+    own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Pack:
     document: Tensor  # int64 [T]: running document number over the batch
     document_start: Tensor  # int64 [T]: pack index of the first token of the token's document
     document_lengths: Tensor  # int64 [documents]
+    window_start: Tensor  # int64 [T]: pack index of the first token in the query's sliding window
     position: Tensor  # int64 [T]: position in the document
     image: Tensor | None  # bool [T]: token belongs to an image span; None when the batch has no image
     phasors: Tensor  # complex64 [T, rope/2] of window-only layers
@@ -59,11 +58,6 @@ class Pack:
     @property
     def tokens(self) -> int:
         return self.position.shape[0]
-
-    @property
-    def index(self) -> Tensor:
-        """int64 [T]: 0..T-1"""
-        return torch.arange(self.tokens, device=self.position.device)
 
     def flatten(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [T, ...]: the real tokens."""
@@ -108,13 +102,16 @@ def build_pack(
     image = None
     if vision_token_types is not None:
         image = (vision_token_types.reshape(-1)[gather.to(device)] >= 0).to(device)
+    document_start = token_start[document]
+    window_start = torch.maximum(document_start, torch.arange(len(document)) - (config.sliding_window - 1))
     return Pack(
         rows=rows,
         row_length=row_length,
         gather=None if full else gather.to(device),
         document=document.to(device),
-        document_start=token_start[document].to(device),
+        document_start=document_start.to(device),
         document_lengths=length.to(device),
+        window_start=window_start.to(device),
         position=position.to(device),
         image=image,
         phasors=rotations(position.to(device), inverse_frequencies(config, compressed=False)),
@@ -135,11 +132,14 @@ def _entries(ratio, block, length, token_start, document, position, yarn, device
     owner = torch.repeat_interleave(torch.arange(len(length)), room)
     index = torch.arange(int(room.sum())) - slot_start[owner]  # j, the entry's number in its document
     last = (count[owner] - 1).clamp(min=0)
+    first_token = token_start[owner] + index.minimum(last) * ratio
+    members = first_token[:, None] + torch.arange(ratio)
     visible_from = slot_start[document]
     visible_to = visible_from + (position + 1) // ratio
     return Entries(
         ratio=ratio,
-        first_token=(token_start[owner] + index.minimum(last) * ratio).to(device),
+        slots=len(index),
+        members=members.clamp(max=len(document) - 1).to(device),  # only unused slots can point past the end
         phasors=rotations((index * ratio).to(device), yarn),
         visible_from=visible_from.to(device),
         visible_to=visible_to.to(device),

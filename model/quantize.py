@@ -1,5 +1,6 @@
-"""Fake quantisation of the attention state (the forward rounds, the backward passes straight through), and the
-packed storage of quantised weights (`pack`, `unpack`; which weight has which packing is in released.py).
+"""Fake quantisation of the attention state (the forward rounds, the backward passes straight through), its packed
+storage in a cache (`KV_*`), and the packed storage of quantised weights (`pack`, `unpack`; which weight has which
+packing is in released.py).
 
 The three formats of the V4.1 report. They are part of the forward pass (they move the top-k), so training applies
 them too:
@@ -11,7 +12,9 @@ The straight-through gradient is the identity, also where a value was clipped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,23 +52,35 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _fp8(x: Tensor) -> Tensor:
-    groups, width = _groups(x, 32)
-    scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) / E4M3_MAX)
-    values = (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return _ungroup(values.mul_(scale), x.shape, width)
+    return _join(*_fp8_parts(x), x)
 
 
 def _mxfp4(x: Tensor) -> Tensor:
-    groups, width = _groups(x, 32)
-    scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=E2M1_MAX * 2.0**-126) / E2M1_MAX)
-    return _ungroup(round_e2m1(groups / scale).mul_(scale), x.shape, width)
+    return _join(*_mxfp4_parts(x), x)
 
 
 def _fp4(x: Tensor) -> Tensor:
-    groups, width = _groups(x, 16)
+    return _join(*_fp4_parts(x), x)
+
+
+def _fp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded fp32 values [..., groups, size] and their scales [..., groups, 1]; so for the other formats."""
+    groups = _groups(x, 32)
+    scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) / E4M3_MAX)
+    return (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float(), scale
+
+
+def _mxfp4_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(x, 32)
+    scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=E2M1_MAX * 2.0**-126) / E2M1_MAX)
+    return round_e2m1(groups / scale), scale
+
+
+def _fp4_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(x, 16)
     amax = groups.abs().amax(-1, keepdim=True).clamp_(min=E2M1_MAX * E4M3_SMALLEST)
     scale = (amax / E2M1_MAX).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return _ungroup(round_e2m1(groups / scale).mul_(scale), x.shape, width)
+    return round_e2m1(groups / scale), scale
 
 
 def round_e2m1(x: Tensor) -> Tensor:
@@ -86,16 +101,56 @@ def _power_of_two_above(x: Tensor) -> Tensor:
     return exponent.view(torch.float32)
 
 
-def _groups(x: Tensor, size: int) -> tuple[Tensor, int]:
+def _groups(x: Tensor, size: int) -> Tensor:
     """[..., width] -> [..., ceil(width/size), size]; a partial last group is filled with zeros."""
-    width = x.shape[-1]
-    if width % size:
-        x = torch.nn.functional.pad(x, (0, size - width % size))
-    return x.unflatten(-1, (-1, size)), width
+    if x.shape[-1] % size:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
+    return x.unflatten(-1, (-1, size))
 
 
-def _ungroup(groups: Tensor, shape: torch.Size, width: int) -> Tensor:
-    return groups.flatten(-2)[..., :width].reshape(shape)
+def _join(values: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    """values * scale (in place) without the groups, in the shape of `like`."""
+    return values.mul_(scale).flatten(-2)[..., : like.shape[-1]].reshape(like.shape)
+
+
+class KVFormat(NamedTuple):
+    """Packed storage of one kind of attention state, bit for bit what its fake quantiser gives: `size` values share a
+    scale. Codes of four bits hold two values a byte, the even one in the low nibble.
+    """
+
+    parts: Callable[[Tensor], tuple[Tensor, Tensor]]
+    size: int
+    codes: torch.dtype
+    scale: torch.dtype
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """Elements of a row's codes and scales."""
+        return (-(-width // 2) if self.codes == torch.uint8 else width), -(-width // self.size)
+
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, width], rounded or not yet -> (codes, scales)."""
+        values, scale = self.parts(x.float())
+        values = values.flatten(-2)[..., : x.shape[-1]]
+        if self.codes == torch.uint8:
+            codes = _join_nibbles(torch.nn.functional.pad(values, (0, x.shape[-1] % 2))).view(torch.uint8)
+        else:
+            codes = values.to(self.codes)
+        return codes, scale.squeeze(-1).to(self.scale)
+
+    def unpack(self, codes: Tensor, scale: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The values [..., width] that [..., codes] and [..., scales] stand for."""
+        values = _split_nibbles(codes) if self.codes == torch.uint8 else codes.float()
+        scale = scale.float()
+        if width % self.size:
+            scale = scale.repeat_interleave(self.size, dim=-1)[..., :width]
+            return (values[..., :width] * scale).to(dtype)
+        values.view(*scale.shape, self.size).mul_(scale.unsqueeze(-1))
+        return values.to(dtype)
+
+
+KV_WINDOW = KVFormat(_fp8_parts, 32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+KV_INDEX = KVFormat(_mxfp4_parts, 32, torch.uint8, torch.float8_e8m0fnu)
+KV_MAIN = KVFormat(_fp4_parts, 16, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -179,8 +234,10 @@ def _join_nibbles(x: Tensor) -> Tensor:
 
 
 def _split_nibbles(codes: Tensor) -> Tensor:
-    """The inverse of `_join_nibbles`."""
+    """The inverse of `_join_nibbles`: [..., columns / 2] -> fp32 [..., columns]."""
     levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     table = torch.tensor(levels + [-level for level in levels], device=codes.device)
-    pair = codes.contiguous().view(torch.uint8).int()
-    return table[torch.stack([pair & 15, pair >> 4], dim=-1).flatten(1)]
+    byte = torch.arange(256, device=codes.device)
+    pairs = torch.stack([table[byte & 15], table[byte >> 4]], dim=-1)  # one look-up a byte: a cache reads much of this
+    values = pairs.index_select(0, codes.contiguous().view(torch.uint8).flatten().int())
+    return values.view(*codes.shape[:-1], 2 * codes.shape[-1])

@@ -64,6 +64,6 @@ def _turn(x: Tensor, phasors: Tensor) -> Tensor:
     width = 2 * phasors.shape[-1]
     out = x.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(x[..., -width:].float().unflatten(-1, (-1, 2)).contiguous())
-    phasors = phasors.reshape(phasors.shape[0], *[1] * (x.dim() - 2), -1)
+    phasors = phasors.reshape(phasors.shape[0], *[1] * (x.dim() - 2), width // 2)
     out[..., -width:] = torch.view_as_real(pairs * phasors).flatten(-2)
     return out

@@ -5,6 +5,8 @@ Both compute, for query t and head h over the keys k in its window and its selec
     p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)),   out = sum_k p k
 in fp32 softmax. Shapes: T tokens, H heads, D head dim, N entry slots, K selected entries, W window.
 
+`gathered_attention` is the same for queries that bring their keys (decoding).
+
 `dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
 gives each block the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the
 backward: O(T * (W + K)) time, O(T) memory, nothing of size T x T or T x N.
@@ -52,16 +54,28 @@ def dense_attention(
         chosen.scatter_(1, torch.where(topk_indices < 0, entries.shape[0], topk_indices).long(), True)
         visible = torch.cat([visible, chosen[:, :-1]], dim=1)
         keys = torch.cat([keys, entries], dim=0)
-    scores = torch.einsum("thd,sd->ths", q, keys).float() * scale
-    scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
-    scores = torch.cat([scores, sink.float()[None, :, None].expand(tokens, -1, 1)], dim=-1)
-    p = scores.softmax(-1)[..., :-1]
+    p = _probabilities(torch.einsum("thd,sd->ths", q, keys), ~visible, sink, scale)
     out = torch.einsum("ths,sd->thd", p.to(keys.dtype), keys)
     mass = None
     if topk_indices is not None:
         on_entries = p[..., tokens:].detach().sum(1)
         mass = on_entries.gather(1, topk_indices.clamp(min=0).long()) * (topk_indices >= 0)
     return out, mass
+
+
+def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """Softmax over keys and the sink, without the sink: fp32 [T, H, n] from dots [T, H, n] and hidden bool [T, n]."""
+    scores = (dots.float() * scale).masked_fill(hidden[:, None, :], float("-inf"))
+    scores = torch.cat([scores, sink.float()[None, :, None].expand(scores.shape[0], -1, 1)], dim=-1)
+    return scores.softmax(-1)[..., :-1]
+
+
+@torch.no_grad()
+@without_autocast
+def gathered_attention(q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """Decoding: every query has keys of its own. q [T, H, D], keys [T, n, D], hidden bool [T, n] -> [T, H, D]."""
+    p = _probabilities(torch.bmm(q, keys.transpose(1, 2)), hidden, sink, scale)
+    return torch.bmm(p.to(keys.dtype), keys)
 
 
 @torch.no_grad()

@@ -1,14 +1,14 @@
-"""Continue a prompt by running the whole sequence again for every new token: simple, and independent of any cache."""
+"""Continue a prompt: tokens in, text out."""
 
 from __future__ import annotations
 
-import torch
 from tokenizers import Tokenizer
 
+from model import DeepseekV41, Request, generate
 
-@torch.no_grad()
+
 def sample(
-    model: torch.nn.Module,
+    model: DeepseekV41,
     tokenizer: Tokenizer,
     prompt: list[int],
     *,
@@ -23,18 +23,9 @@ def sample(
         tokens: how many new tokens at most.
         temperature: 0 takes the likeliest token, anything above draws from softmax(logits / temperature).
         seed: of the draw; the global random state is left alone.
-        stop: token id that ends the text early, usually the end-of-sequence id.
+        stop: token id that ends the text early, usually the end-of-sequence id; it is not part of the text.
     """
-    device = next(model.parameters()).device
-    ids = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(tokens):
-        logits = model(input_ids=torch.tensor([ids], device=device)).logits[0, -1].float().cpu()
-        if temperature > 0:
-            token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
-        else:
-            token = int(logits.argmax())
-        if token == stop:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=False)
+    ends = frozenset() if stop is None else frozenset({stop})
+    (answer,) = generate(model, [Request(tuple(prompt), tokens, temperature, seed=seed, stop=ends)])
+    written = answer.tokens[:-1] if answer.finish == "stop" else answer.tokens
+    return tokenizer.decode(written, skip_special_tokens=False)

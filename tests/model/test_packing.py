@@ -122,7 +122,8 @@ def test_layout() -> None:
     pairs = pack.entries[2]
     assert pairs.visible_from.tolist() == [0] * 11 + [8] * 5 + [12]
     assert pairs.visible_to.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 8, 9, 9, 10, 10, 12]
-    assert pairs.first_token[:5].tolist() == [0, 2, 4, 6, 8] and pairs.first_token[8:10].tolist() == [11, 13]
+    assert pairs.members[:5].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert pairs.members[8:10].tolist() == [[11, 12], [13, 14]]
     assert pack.entries[1].visible_to[-1] == pack.entries[1].visible_from[-1] + 1
 
 
