@@ -283,8 +283,8 @@ class DeepseekV41(nn.Module):
     def _run(
         self, x: Tensor, tokens: Tensor, pack: Pack, routing: Tensor | None = None, step: Step | None = None
     ) -> Trace:
-        """All blocks on embeddings x [T, d] of tokens int64 [T]; `routing` int64 [T, layers, k] prescribes experts; with
-        `step` they continue what a cache holds.
+        """All blocks on embeddings x [T, d] of tokens int64 [T]; `routing` int64 [T, layers, k] prescribes experts;
+        with `step` they continue what a cache holds.
         """
         text = self.config.text
         streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
