@@ -1,4 +1,4 @@
-# make train | studies | test | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
+# make train | studies | test | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
 # Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
 
 VENV  := .venv
@@ -8,12 +8,13 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train studies $(STUDIES:%=study-%) test bench lint clean
+.PHONY: help install train studies $(STUDIES:%=study-%) test slurm-check bench lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
+	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
 	@echo "make bench   print the benchmark tables"
 	@echo "make lint    check the style"
 	@echo "make clean   remove .venv and caches (runs/ stays)"
@@ -28,6 +29,9 @@ $(STUDIES:%=study-%): study-%: install
 
 test: install
 	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+slurm-check: install
+	@$(PY) -m pytest tests/slurm $(ARGS)
 
 bench: install
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
