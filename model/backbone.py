@@ -25,7 +25,7 @@ from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
 from model.norm import RMSNorm
 from model.pack import Pack, build_pack
 from model.parallel import ONE_PROCESS, Parallel, mark_shards
-from model.table import Head, Table
+from model.table import Head, Lookup, Table
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
@@ -61,17 +61,17 @@ class Block(nn.Module):
         streams: Tensor,
         pre_mix: Tensor,
         shared: Shared,
-        rows: Tensor | None,
+        lookup: Lookup | None,
         pack: Pack,
         runtime: Runtime,
         replay: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> BlockResult:
-        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `rows`: Engram
-        rows or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`.
+        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the
+        Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`.
         """
         if self.engram is not None:
-            streams = self.engram(streams, rows, pack)
+            streams = self.engram(streams, lookup, pack)
         mix = self.hc_attn(streams)
         attended = self.attn(self.attn_norm(collapse(streams, pre_mix)), pack, shared, runtime, cache)
         streams = expand(streams, attended.output, mix.post, mix.comb)
@@ -235,10 +235,10 @@ class DeepseekV41(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if objective is None:
-            lm_sum = cross_entropy_sum(hidden, self.head.weight, targets.index_select(0, rows))
+            lm_sum = cross_entropy_sum(hidden, self.head.whole(), targets.index_select(0, rows))
         else:
             places = rows if pack.gather is None else pack.gather.index_select(0, rows)
-            lm_sum = objective(hidden, self.head.weight, targets.index_select(0, rows), places + 1)
+            lm_sum = objective(hidden, self.head.whole(), targets.index_select(0, rows), places + 1)
         balance_sum = sum(sequence_balance(block.routing, pack) for block in trace.blocks)
         kl_sum, queries = self._teach_indexers(trace.blocks, taught)
         runtime = self.runtime
@@ -286,8 +286,10 @@ class DeepseekV41(nn.Module):
         """All blocks on embeddings x [T, d] of tokens int64 [T]; `routing` int64 [T, layers, k] prescribes experts;
         with `step` they continue what a cache holds.
         """
-        text = self.config.text
+        text, lookups = self.config.text, self._look_up(tokens, pack, step)
         streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
+        if self.parallel.experts.size > 1 and torch.is_grad_enabled() and not streams.requires_grad:
+            streams.requires_grad_()  # what is trained may hang on the batch, the exchanges of the backward must not
         pre_mix = torch.zeros(pack.tokens, text.hc_mult, dtype=torch.float32, device=x.device)
         pre_mix[:, 0] = 1.0
         shared = Shared()
@@ -295,12 +297,9 @@ class DeepseekV41(nn.Module):
         entering: list[Tensor] = []
         for layer, block in enumerate(self.layers):
             entering.append(streams)
-            rows = None
-            if block.engram is not None:
-                known = self.token_map
-                rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
+            lookup = lookups.pop(layer).arrived() if layer in lookups else None
             replay = None if routing is None else routing[:, layer]
-            arguments = (streams, pre_mix, shared, rows, pack, self.runtime, replay, step and step.layer(layer))
+            arguments = (streams, pre_mix, shared, lookup, pack, self.runtime, replay, step and step.layer(layer))
             if self.runtime.recompute and torch.is_grad_enabled():
                 result = checkpoint(block, *arguments, use_reentrant=False)
             else:
@@ -308,6 +307,16 @@ class DeepseekV41(nn.Module):
             streams, pre_mix, shared = result.streams, result.pre_mix, result.shared
             blocks.append(result)
         return Trace(self.norm(collapse(streams, pre_mix)), blocks, entering)
+
+    def _look_up(self, tokens: Tensor, pack: Pack, step: Step | None) -> dict[int, Lookup]:
+        """Engram's lookups by layer. They depend on tokens alone: where tables are sharded, the rows of the whole batch
+        are on their way before the first block.
+        """
+        text, known, found = self.config.text, self.token_map, {}
+        for layer in text.engram_layer_ids:
+            rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
+            found[layer] = self.layers[layer].engram.embed.look_up(rows)
+        return found
 
     def _embed(self, tokens: Tensor, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Tensor:
         """[T, d]: token embeddings, with image spans replaced by tower features and the three learned vectors."""

@@ -243,7 +243,7 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
         attention += 8 * dim * (ratio > 1) + 8
         attention += (_norm(dim) + 4 * c.qk_rope_head_dim + 2 * width * dim + _norm(c.index_head_dim)) / ratio
     saved["attention"] = attention + 4 * c.index_topk * source
-    saved["routed experts"] = 8 * c.n_routed_experts + 24 * k + 4 + inputs(2, k * d) + 3 * width * k * f
+    saved["routed experts"] = 8 * c.n_routed_experts + 24 * k + 4 + width * k * d + 3 * width * k * f
     saved["shared expert"] = 4 * d + (inputs(2, d) if bf16 else 0) + 3 * width * f + 4 * d
     if layer in c.engram_layer_ids:
         rows = c.engram_hash_heads

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from model.config import TextConfig
 from model.pack import Pack
 from model.parallel import Ranks
-from model.table import Table
+from model.table import Lookup, Table
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class Engram(nn.Module):
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))
 
-    def forward(self, streams: Tensor, rows: Tensor, pack: Pack) -> Tensor:
-        """streams [T, n, d], rows int64 [T, G] from `hash_ids` -> streams with the gated value added."""
-        memory = self.wkv(self.embed(rows).flatten(1)).unflatten(-1, (self.n + 1, -1))
+    def forward(self, streams: Tensor, lookup: Lookup, pack: Pack) -> Tensor:
+        """streams [T, n, d], the table's rows `hash_ids` [T, G] -> streams with the gated value added."""
+        memory = self.wkv(lookup.rows().flatten(1)).unflatten(-1, (self.n + 1, -1))
         key, value = memory[:, : self.n].float(), memory[:, self.n].float()
         x = streams.float()
         weight = (self.q_weight * self.k_weight).float()

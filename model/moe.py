@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.pack import Pack
-from model.parallel import Ranks, expert_shard
+from model.parallel import Ranks, exchange, exchange_counts, expert_shard
 
 
 class Routing(NamedTuple):
@@ -74,16 +74,54 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts."""
-        tokens, k = routing.indices.shape
-        flat = routing.indices.flatten()
-        order = flat.argsort(stable=True)  # expert-major copies of the tokens
-        ends = torch.bincount(flat, minlength=self.w1.shape[0]).cumsum(0).to(torch.int32)
+        k = routing.indices.shape[1]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        experts = routing.indices.flatten()
+        order = experts.argsort(stable=True)  # expert-major copies of the tokens
+        counts = torch.bincount(experts, minlength=self.shard.total)
         rows = _Dispatch.apply(x, order, k)
-        gate = self.linear("w1", rows, ends)
-        up = self.linear("w3", rows, ends)
         weights = routing.weights.flatten().index_select(0, order)
-        hidden = clamped_swiglu(gate, up, self.limit, weights)
-        return _Combine.apply(self.linear("w2", hidden, ends).float(), order, k)
+        if self.shard.ranks.size == 1:
+            y = self._weighted(rows, weights, counts)
+        else:
+            y = self._weighted_elsewhere(rows, weights, counts, experts.index_select(0, order))
+        return _Combine.apply(y.float(), order, k)
+
+    def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Rows [R, d] in the order of this rank's experts, fp32 weights [R], rows per expert -> weighted output."""
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = clamped_swiglu(self.linear("w1", rows, ends), self.linear("w3", rows, ends), self.limit, weights)
+        return self.linear("w2", hidden, ends)
+
+    def _weighted_elsewhere(self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
+        """`_weighted` for rows in the order of all experts, each on the rank that holds its expert: counts first, then
+        the rows with their weights and expert ids, and the results back. Nothing is dropped, whatever the counts.
+        """
+        ranks, local = self.shard.ranks, len(self.shard)
+        counts, send, receive = exchange_counts(counts.view(ranks.size, local), ranks)
+        tags = torch.stack([weights, experts.to(weights.dtype)], dim=1)
+        rows, tags = exchange((rows, tags), send, receive, ranks)
+        announced = torch.arange(local, device=rows.device).repeat(ranks.size)
+        announced = announced.repeat_interleave(counts.flatten(), output_size=len(rows))
+        order = announced.argsort(stable=True)  # from rank-major to expert-major
+        y = self._weighted(_Dispatch.apply(rows, order, 1), tags[:, 0].index_select(0, order), counts.sum(0))
+        y = _Combine.apply(y, order, 1)
+        self._check(tags[:, 1].detach(), announced + self.shard.start, receive)
+        return exchange((y,), receive, send, ranks)[0]
+
+    def _check(self, experts: Tensor, announced: Tensor, receive: list[int]) -> None:
+        """Raise RuntimeError unless the rows that came are for the experts that their senders announced."""
+        wrong = (experts != announced).nonzero()
+        if not len(wrong):
+            return
+        ranks, at = self.shard.ranks, int(wrong[0])
+        sender = next(rank for rank in range(ranks.size) if at < sum(receive[: rank + 1]))
+        raise RuntimeError(
+            f"layer {self.layer}: {ranks.name(ranks.rank)} received from {ranks.name(sender)} a token for expert "
+            f"{experts[at].item():g} where it had announced one for expert {int(announced[at])} "
+            f"({len(wrong)} of {len(announced)} tokens differ); the ranks are out of step"
+        )
 
 
 class SharedExpert(nn.Module):
@@ -163,6 +201,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
+    if not len(rows):  # the grouped product has no backward then; this one gives zeros
+        return F.linear(rows, weight[0])
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 

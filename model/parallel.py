@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 
@@ -19,6 +22,10 @@ class Ranks:
     group: ProcessGroup | None = None
     rank: int = 0  # own place in it
     size: int = 1
+
+    def name(self, rank: int) -> str:
+        """How messages call the process at a place of the group: by its rank in the whole world."""
+        return f"rank {dist.get_global_rank(self.group, rank)}"
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,17 @@ class Shard:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def height(self) -> int:
+        """Entries of a full shard."""
+        return -(-self.total // self.ranks.size)
+
 
 def row_shard(total: int, ranks: Ranks) -> Shard:
     """This rank's rows of a table of `total` rows."""
-    height = -(-total // ranks.size)
-    return Shard(ranks, min(ranks.rank * height, total), min((ranks.rank + 1) * height, total), total)
+    shard = Shard(ranks, 0, 0, total)
+    start, stop = (min(rank * shard.height, total) for rank in (ranks.rank, ranks.rank + 1))
+    return replace(shard, start=start, stop=stop)
 
 
 def expert_shard(total: int, ranks: Ranks) -> Shard:
@@ -77,3 +90,41 @@ def mark_shards(model: nn.Module) -> None:
         if shard is not None and shard.ranks.size > 1:
             for parameter in module.parameters(recurse=False):
                 parameter.shard = shard
+
+
+def exchange_counts(counts: Tensor, ranks: Ranks) -> tuple[Tensor, list[int], list[int]]:
+    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank -> how many each has for this
+    rank, of the same shape, and the rows to send to and to receive from every rank.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
+    send, receive = torch.stack([counts, received]).view(2, ranks.size, -1).sum(2).tolist()
+    return received, send, receive
+
+
+def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: Ranks) -> tuple[Tensor, ...]:
+    """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
+    what the ranks sent here, in their order. Gradients go back the same way.
+
+    All ranks must take part, also in the backward: it runs as long as anything here needs a gradient on every rank.
+    """
+    return _Exchange.apply(send, receive, ranks, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    """Several tensors in one node, so that their backward exchanges come in the same order on all ranks."""
+
+    @staticmethod
+    def forward(ctx, send: list[int], receive: list[int], ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
+        return tuple(_all_to_all(tensor, send, receive, ranks) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, None, None, *(_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads)
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: Ranks) -> Tensor:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group)
+    return out

@@ -123,12 +123,17 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
         assert (a - b).abs().max() <= limit, f"{name}: {(a - b).abs().max()} > {limit}"
 
 
-@pytest.fixture
-def no_rounding(monkeypatch) -> None:
-    """Without the fake quantisers fp32 noise stays noise, so two ways to the same sum can be compared tightly."""
+def switch_rounding_off(setter) -> None:
+    """Replace the fake quantisers with the identity by `setter(module, name, value)`."""
     for module, name in (
         (model.attention, "fake_quant_fp8"),
         (model.attention, "fake_quant_fp4"),
         (model.indexer, "fake_quant_mxfp4"),
     ):
-        monkeypatch.setattr(module, name, lambda x: x)
+        setter(module, name, lambda x: x)
+
+
+@pytest.fixture
+def no_rounding(monkeypatch) -> None:
+    """Without the fake quantisers fp32 noise stays noise, so two ways to the same sum can be compared tightly."""
+    switch_rounding_off(monkeypatch.setattr)
