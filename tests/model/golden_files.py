@@ -176,13 +176,14 @@ def window_kv(oracle: Oracle, model) -> dict[int, Tensor]:
             entering = model.embed(pack.flatten(oracle.inputs["input_ids"]))[:, None].repeat(1, config.hc_mult, 1)
         else:
             entering = pack.flatten(streams[layer])
-        rows = None
+        lookup = None
         if block.engram is not None:
             rows = engram_rows(config, layer, model.token_map, pack.flatten(oracle.inputs["input_ids"]), pack)
+            lookup = block.engram.embed.look_up(rows)
         with pytest.MonkeyPatch.context() as patch:
             keep = lambda x, layer=layer: found.setdefault(layer, fake_quant_fp8(x))  # noqa: E731
             patch.setattr(attention_module, "fake_quant_fp8", keep)
-            result = block(entering, pre_mix, shared, rows, pack, replace(model.runtime, attention="dense"))
+            result = block(entering, pre_mix, shared, lookup, pack, replace(model.runtime, attention="dense"))
         pre_mix, shared = result.pre_mix, result.shared
     return found
 

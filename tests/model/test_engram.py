@@ -121,7 +121,7 @@ def test_layer_against_a_plain_loop_and_no_gate_on_images() -> None:
     rows = engram_rows(config, 1, built.token_map, tokens(9), pack)
     assert rows.shape == (9, 6) and rows.max() < layer.embed.num_embeddings
     streams = torch.randn(9, 4, 32, generator=torch.Generator().manual_seed(0))
-    out = layer(streams, rows, pack)
+    out = layer(streams, layer.embed.look_up(rows), pack)
     assert torch.equal(out[3:6], streams[3:6])
     for t in (0, 1, 2, 6, 7, 8):
         memory = layer.wkv.weight @ torch.cat([layer.embed.weight[row] for row in rows[t]])
