@@ -22,7 +22,7 @@ def run(size: int, function: Callable, *arguments: Any, timeout: float = 120) ->
     come from a server that has imported torch once, so that starting them is cheap.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "model", "tests.processes"])
+    context.set_forkserver_preload(["pytest", "model", "tests.processes", "tests.model.tiny"])
     with tempfile.TemporaryDirectory() as folder:
         started = [
             context.Process(target=_work, args=(Path(folder), rank, size, function, arguments)) for rank in range(size)

@@ -16,9 +16,9 @@ from model.moe import MoE
 from model.parallel import Parallel, Ranks
 from model.table import Head, Table
 from tests import processes
-from tests.model.test_vision import image_batch
 from tests.model.tiny import (  # noqa: F401
     assert_same,
+    image_batch,
     no_rounding,
     pack_of,
     switch_rounding_off,

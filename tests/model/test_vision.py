@@ -7,30 +7,10 @@ import torch
 import torch.nn.functional as F
 from golden_files import golden
 from safetensors.torch import load_file
-from tiny import assert_same, gradients, no_rounding, tiny_model, tokens  # noqa: F401
+from tiny import GRIDS, assert_same, gradients, image_batch, no_rounding, tiny_model, tokens  # noqa: F401
 
 from model import load_pretrained
 from model.vision import END, IMAGE, NEWLINE, START
-
-GRIDS = [(3, 5), (6, 3), (3, 5)]
-
-
-def image_batch(grids=GRIDS, length: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
-    """One row: text, then each image as START, rows of IMAGE closed by NEWLINE, END; text behind."""
-    types = [-1, -1]
-    for h, w in grids:
-        types += [START, *([IMAGE] * -(-w // 3) + [NEWLINE]) * -(-h // 3), END]
-    types += [-1] * (length - len(types))
-    types = torch.tensor([types])
-    ids = torch.where(types >= 0, 3, tokens(1, length, seed=seed))
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "input_ids": ids,
-        "labels": torch.where(types >= 0, -100, ids),
-        "pixel_values": torch.randn(sum(h * w for h, w in grids), 3, 2, 2, generator=generator),
-        "image_grid_hws": torch.tensor(grids),
-        "vision_token_types": types,
-    }
 
 
 def test_golden_tower_and_aligner() -> None:

@@ -12,6 +12,7 @@ import model.attention
 import model.indexer
 from model import DeepseekV41, ModelConfig, Runtime, build_model
 from model.pack import Pack, build_pack
+from model.vision import END, IMAGE, NEWLINE, START
 
 # Layers: window, Full (ratio 2), Reuse, Full (ratio 1, candidate source), Reuse, Reindex.
 TEXT = {
@@ -60,6 +61,8 @@ VISION = {
     "downsample_ratio": 3,
 }
 
+GRIDS = [(3, 5), (6, 3), (3, 5)]
+
 
 def raw_config(vision: bool = False, engram: bool = False, **text) -> dict:
     """A fresh copy of the configuration in the released JSON shape, with some text keys changed."""
@@ -99,6 +102,24 @@ def tiny_model(runtime: Runtime | None = None, seed: int = 0, **changes) -> Deep
 
 def tokens(*shape: int, seed: int = 0, vocab: int = 61) -> Tensor:
     return torch.randint(4, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def image_batch(grids=GRIDS, length: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+    """One row: text, then each image as START, rows of IMAGE closed by NEWLINE, END; text behind."""
+    types = [-1, -1]
+    for h, w in grids:
+        types += [START, *([IMAGE] * -(-w // 3) + [NEWLINE]) * -(-h // 3), END]
+    types += [-1] * (length - len(types))
+    types = torch.tensor([types])
+    ids = torch.where(types >= 0, 3, tokens(1, length, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": ids,
+        "labels": torch.where(types >= 0, -100, ids),
+        "pixel_values": torch.randn(sum(h * w for h, w in grids), 3, 2, 2, generator=generator),
+        "image_grid_hws": torch.tensor(grids),
+        "vision_token_types": types,
+    }
 
 
 def pack_of(config: ModelConfig, lengths: list[int]) -> Pack:
