@@ -97,6 +97,7 @@ class ParallelConfig:
     data_parallel: Positive  # processes, one a GPU; each has its own rows of a step
     expert_parallel: Positive  # processes that the routed experts of a layer are split over
     table_shards: Positive  # processes that the rows of an Engram table are split over
+    shard_embeddings: bool  # split the token embedding and the head like the Engram tables
     gpu_memory_gib: Annotated[float, Field(gt=0)] | None  # of one GPU; what task=plan compares with
 
 
@@ -352,6 +353,10 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
             rule = f"must divide parallel.data_parallel = {ranks}"
             value, remedy = getattr(parallel, key), "Choose a divisor"
             yield {f"parallel.{key}", "parallel.data_parallel"}, problem(f"parallel.{key}", value, rule, remedy)
+    if parallel.shard_embeddings and parallel.table_shards == 1:
+        rule, remedy = "has no effect with parallel.table_shards = 1", "Raise that, or leave it out"
+        keys = {"parallel.shard_embeddings", "parallel.table_shards"}
+        yield keys, problem("parallel.shard_embeddings", True, rule, remedy)
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -421,6 +426,7 @@ CHANGEABLE = (
     "parallel.data_parallel",
     "parallel.expert_parallel",
     "parallel.table_shards",
+    "parallel.shard_embeddings",
     "parallel.gpu_memory_gib",
     "runtime.recompute",
     "optim.schedule.",

@@ -173,7 +173,8 @@ def launch(layout: ParallelConfig) -> World:
         return World(device)
     _meet(place, device)
     groups = {n: _groups(n, place) for n in {layout.expert_parallel, layout.table_shards}}
-    parallel = Parallel(experts=groups[layout.expert_parallel][0], tables=groups[layout.table_shards][0])
+    experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
+    parallel = Parallel(experts, tables, layout.shard_embeddings)
     everyone = Ranks(dist.group.WORLD, place.rank, place.size)
     holders = {n: same for n, (_, same) in groups.items()} | {1: everyone}
     watch = Watch(dist.distributed_c10d._get_default_store().clone(), place.rank, place.size)

@@ -123,6 +123,8 @@ def test_impossible_layouts_are_refused(compose_raw) -> None:
     ):
         assert expected in text
     assert len(caught.value.problems) == 4
+    with pytest.raises(ConfigError, match="parallel.shard_embeddings = true: has no effect with parallel.table_shards"):
+        parse(compose_raw("model=tiny", "data.vocab_size=512", "parallel.shard_embeddings=true"))
 
 
 def _layout(config, ranks: int, experts: int, tables: int):
