@@ -7,6 +7,9 @@ writing go block by block: beside the model, memory holds a few blocks and one t
 Released -> ours -> released gives back the bytes of every quantised weight that was not changed. The values alone do
 not determine the scales they were stored with (see `quantize.pack`), so these are kept: in `model.released_scales`,
 and in plain folders beside the weights (`SCALES`).
+
+A model that is spread over processes (`model.parallel`) is read and written by all of them, each its own experts and
+rows; the folder is the one that a single process would write.
 """
 
 from __future__ import annotations
@@ -16,20 +19,21 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.backbone import DeepseekV41, allocate_model
 from model.config import ModelConfig, Runtime
 from model.engram import build_token_map, engram_tables
+from model.parallel import ONE_PROCESS, Parallel, Ranks
 from model.quantize import FP4_ROWS, Packing
 from model.released import (
     PLAIN,
@@ -46,9 +50,11 @@ from model.released import (
     read_headers,
     row_blocks,
     scale_name,
-    write_file,
+    tile_span,
+    write_files,
     write_shards,
 )
+from model.together import ALONE, gathered, together
 
 SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out of other programs' *.safetensors
 SHARD_BYTES = 4 * 2**30
@@ -73,14 +79,78 @@ def released_names(name: str, shape: torch.Size) -> list[str]:
     return [name]
 
 
+class Part(NamedTuple):
+    """A released tensor of a model, and the rows of it that this process holds, from `start` on; None: no row."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    tensor: Tensor | None
+    start: int
+    number: int  # place among all parts of the model
+    copies: Ranks  # the processes that hold different rows (or experts); others hold the same as one of these
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + len(self.tensor))
+
+    def written_by(self, ranks: Ranks) -> bool:
+        """Whether this one of the processes that hold the rows is to write them."""
+        if self.tensor is None:
+            return False
+        others = ranks.size // self.copies.size
+        return self.number % others == ranks.rank // self.copies.size
+
+
+def parts(model: nn.Module) -> Iterator[Part]:
+    """Everything that a checkpoint of the whole model holds, in the order of the model; stacked experts one by one."""
+    number = 0
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        shard = getattr(tensor, "shard", None)
+        tensor = tensor.detach()
+        start, total = (0, len(tensor)) if shard is None else (shard.start, shard.total)
+        shape = (total, *tensor.shape[1:])
+        ranks = ALONE if shard is None else shard.ranks
+        if not _STACKED.fullmatch(name):
+            found = [(shape, tensor if len(tensor) else None, start)]
+        else:
+            found = [
+                (shape[1:], tensor[expert - start] if 0 <= expert - start < len(tensor) else None, 0)
+                for expert in range(total)
+            ]
+        for released, (whole, part, first) in zip(released_names(name, torch.Size(shape)), found, strict=True):
+            yield Part(released, tuple(whole), tensor.dtype, part, first, number, ranks)
+            number += 1
+
+
+def scale_parts(model: nn.Module) -> Iterator[Part]:
+    """The kept scales (`model.released_scales`) as parts, each under the name of its weight."""
+    kept = getattr(model, "released_scales", {})
+    for part in parts(model) if kept else ():
+        if part.name in kept:
+            packing = packing_of(part.name)
+            first = tile_span(part.rows, packing).start
+            yield part._replace(shape=packing.scale_shape(*part.shape), tensor=kept[part.name], start=first)
+
+
+def allocate_scales(model: nn.Module, names: Container[str]) -> None:
+    """Make room in `model.released_scales` for this process's rows of the scales of some weights, not yet written."""
+    model.released_scales = {
+        part.name: torch.empty(packing_of(part.name).scale_shape(*part.tensor.shape), dtype=torch.float8_e8m0fnu)
+        for part in (parts(model) if names else ())
+        if part.name in names and part.tensor is not None
+    }
+
+
 def load_pretrained(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     runtime: Runtime | None = None,
+    parallel: Parallel = ONE_PROCESS,
 ) -> DeepseekV41:
     """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
-    tokenizer.json if it has Engram layers.
+    tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model.
 
     Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
     tensor. Drafter tensors (`mtp.*`) are left out: the drafter is not part of this model.
@@ -90,24 +160,24 @@ def load_pretrained(
     token_map = None
     if config.text.engram_layer_ids:
         token_map = build_token_map(_tokenizer(folder))
-    model = allocate_model(config, runtime, token_map, device, dtype)
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel)
     load_weights(model, folder)
     return model
 
 
 @torch.no_grad()
 def load_weights(model: DeepseekV41, folder: str | Path) -> None:
-    """Copy a folder's tensors into `model`, block by block. Nothing is copied unless names, shapes and types agree
-    completely. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32 entries).
+    """Copy a folder's tensors into `model`, block by block; a spread model reads only its own experts and rows. Nothing
+    is copied unless names, shapes and types agree completely. The scales of quantised weights are kept in
+    `model.released_scales` (at most 1 byte for 32 entries).
     """
-    targets = dict(_parts(model))
-    shapes = {name: tuple(target.shape) for name, target in targets.items()}
-    with open_checkpoint(folder, ModelConfig.load(folder), shapes) as sources:
+    targets = {part.name: part for part in parts(model)}
+    with open_checkpoint(folder, ModelConfig.load(folder), list(targets.values())) as sources:
         sources = [source for source in sources if source.name in targets]
         # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
         kept = {source.name: source.kept().clone() for source in sources if source.kept is not None}
         for source in sources:
-            target, row = targets[source.name], 0
+            target, row = targets[source.name].tensor, 0
             for block in source.blocks():
                 target[row : row + len(block)].copy_(block)
                 row += len(block)
@@ -122,6 +192,7 @@ def save_pretrained(
     shard_bytes: int = SHARD_BYTES,
     format: Literal["plain", "released"] = "plain",
     companions: Mapping[str, str] | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
 
@@ -130,21 +201,40 @@ def save_pretrained(
     `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
     matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
     replaced. Raises ValueError for a weight that cannot be quantised: a value is not finite.
+
+    `ranks` are the processes that write together, all that the model is spread over and their copies; they must see
+    the same file system. If one of them fails, all raise.
     """
-    kept = getattr(model, "released_scales", {})
+    scales = getattr(model, "released_scales", {})
 
-    def source(name: str, tensor: Tensor) -> Source:
-        scales = kept.get(name)
-        blocks = partial(_blocks, tensor)
-        return Source(name, tuple(tensor.shape), tensor.dtype, blocks, None if scales is None else lambda: scales)
+    def source(part: Part) -> Source:
+        if not part.written_by(ranks):
+            return Source(part.name, part.shape, part.dtype, lambda: iter(()))
+        kept = (lambda: scales[part.name]) if part.name in scales else None
+        return Source(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
 
-    sources = [source(name, tensor) for name, tensor in _parts(model)]
-    with _whole_folder(Path(folder)) as work:
-        _write(work, sources, model.config, format, dtype, shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save(str(work / "tokenizer.json"))
-        for name, text in (companions or {}).items():
-            (work / name).write_text(text, encoding="utf-8")
+    held = list(parts(model))
+    spread = max(part.copies.size for part in held)
+    if ranks.size % spread:
+        raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
+    kept = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
+    with _whole_folder(Path(folder), ranks) as work:
+        _write(work, [source(part) for part in held], kept, model.config, format, dtype, shard_bytes, ranks)
+        if ranks.rank == 0:
+            if tokenizer is not None:
+                tokenizer.save(str(work / "tokenizer.json"))
+            for name, text in (companions or {}).items():
+                (work / name).write_text(text, encoding="utf-8")
+
+
+def _kept_anywhere(held: list[Part], scales: Mapping[str, Tensor], ranks: Ranks) -> set[str]:
+    """The weights whose scales were kept, by the processes that hold them."""
+    here = [part.name for part in held if part.tensor is not None and packing_of(part.name)]
+    found = gathered((bool(scales), [name for name in here if name not in scales]), ranks)
+    if not any(some for some, _ in found):
+        return set()
+    lacking = {name for _, names in found for name in names}
+    return {part.name for part in held if packing_of(part.name) and part.name not in lacking}
 
 
 def convert_checkpoint(
@@ -163,11 +253,11 @@ def convert_checkpoint(
         raise ValueError(f"{dst} exists already; name a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    shapes = {name: tuple(part.shape) for name, part in _parts(skeleton)}
-    with open_checkpoint(src, config, shapes) as sources, _whole_folder(dst) as work:
-        released_before = any(source.kept is not None for source in sources)
-        dtype = torch.bfloat16 if format == "bf16" and not released_before else None
-        total = _write(work, sources, config, "released" if format == "released" else "plain", dtype, shard_bytes)
+    with open_checkpoint(src, config, list(parts(skeleton))) as sources, _whole_folder(dst) as work:
+        kept = {source.name for source in sources if source.kept is not None}
+        dtype = torch.bfloat16 if format == "bf16" and not kept else None
+        layout = "released" if format == "released" else "plain"
+        total = _write(work, sources, kept, config, layout, dtype, shard_bytes, ALONE)
         for name in COMPANIONS:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
@@ -175,13 +265,13 @@ def convert_checkpoint(
 
 
 @contextmanager
-def open_checkpoint(
-    folder: str | Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
-) -> Iterator[list[Source]]:
-    """The tensors of a folder in the order of its files, checked as a whole against the model's tensors: released
-    name -> shape. Drafter tensors (`mtp.*`) are among them. Raises what `load_pretrained` raises.
+def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[Part]) -> Iterator[list[Source]]:
+    """The rows of a folder's tensors that this process holds, in the order of the files, once the folder as a whole is
+    checked against the model's tensors. Drafter tensors (`mtp.*`) are among them. Raises what `load_pretrained` raises.
     """
     folder = Path(folder)
+    shapes = {part.name: part.shape for part in held}
+    rows = {part.name: part.rows for part in held if part.tensor is not None}
     try:
         quantised = is_quantised(config.to_dict())
     except ValueError as error:
@@ -198,14 +288,16 @@ def open_checkpoint(
     with Shards(headers) as shards, Shards(scales) as kept:
         sources = []
         for name in headers:
-            if name not in shapes and name not in drafter:  # scales
+            if name not in rows and name not in drafter:  # scales, and what others hold
                 continue
             if packing := packings.get(name):
-                sources.append(shards.quantised(name, packing))
+                sources.append(shards.quantised(name, packing, rows.get(name)))
             elif scale_name(name) in scales and not quantised:
-                sources.append(shards.plain(name)._replace(kept=partial(kept.read, scale_name(name))))
+                tiles = tile_span(rows[name], packing_of(name)) if name in rows else None
+                read = partial(kept.read, scale_name(name), tiles)
+                sources.append(shards.plain(name, rows.get(name))._replace(kept=read))
             else:
-                sources.append(shards.plain(name))
+                sources.append(shards.plain(name, rows.get(name)))
         yield sources
 
 
@@ -281,33 +373,46 @@ def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]
 def _write(
     folder: Path,
     sources: Iterable[Source],
+    kept: Container[str],
     config: ModelConfig,
     format: str,
     dtype: torch.dtype | None,
     shard_bytes: int,
+    ranks: Ranks,
 ) -> int:
+    """`kept`: the weights whose scales go beside them in a plain folder."""
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
-    bundles, kept, stored = [], [], torch.float32
+    bundles, scales, plain = [], [], torch.float32
     for source in sources:
         packing = packing_of(source.name)
         if format == "released" and packing is not None:
             bundles.append(packed(source, packing))
             continue
         keep = dtype is None or len(source.shape) < 2 or ".hc_" in source.name
-        bundles.append([Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks)])
+        stored = Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks, source.start)
+        bundles.append([stored])
         if source.name == "embed.weight":
-            stored = bundles[-1][0].dtype
-        if source.kept is not None and packing is not None:
-            shape = packing.scale_shape(*source.shape)
-            kept.append(Stored(scale_name(source.name), shape, torch.float8_e8m0fnu, lambda s=source: iter([s.kept()])))
-    total = write_shards(folder, bundles, shard_bytes)
-    if kept:
-        write_file(folder / SCALES, kept)
-    _write_json(folder / "config.json", _written_config(config, format, stored))
-    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / GENERATION, ids)
+            plain = stored.dtype
+        if source.name in kept and packing is not None:
+            scales.append(_kept_scales(source, packing))
+    total = write_shards(folder, bundles, shard_bytes, ranks)
+    if scales:
+        write_files({folder / SCALES: scales}, ranks)
+    if ranks.rank == 0:
+        _write_json(folder / "config.json", _written_config(config, format, plain))
+        ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(folder / GENERATION, ids)
     return total
+
+
+def _kept_scales(source: Source, packing: Packing) -> Stored:
+    def blocks() -> Iterator[Tensor]:
+        if source.kept is not None:  # else another process has them
+            yield source.kept()
+
+    first = tile_span(slice(source.start, source.start), packing).start
+    return Stored(scale_name(source.name), packing.scale_shape(*source.shape), torch.float8_e8m0fnu, blocks, first)
 
 
 def _written_config(config: ModelConfig, format: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -328,35 +433,41 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` once the block ends well and else disappears."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+def _whole_folder(folder: Path, ranks: Ranks = ALONE) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` once the block ends well and else disappears. All
+    `ranks` work in the same one; what fails in one fails in all.
+    """
+    made = None
+    with together(ranks):
+        if ranks.rank == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+    work = Path(gathered(made, ranks)[0])
     try:
-        yield work
-        os.chmod(work, 0o755)
-        if folder.exists():
-            old = work.with_name(work.name + "-old")
-            folder.rename(old)
-            work.rename(folder)
-            shutil.rmtree(old)
-        else:
-            work.rename(folder)
+        with together(ranks):
+            yield work
+            if ranks.rank == 0:
+                _take_place(work, folder)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        if ranks.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def _take_place(work: Path, folder: Path) -> None:
+    os.chmod(work, 0o755)
+    if folder.exists():
+        old = work.with_name(work.name + "-old")
+        folder.rename(old)
+        work.rename(folder)
+        shutil.rmtree(old)
+    else:
+        work.rename(folder)
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     for rows in row_blocks(tuple(tensor.shape)):
         yield tensor[rows].detach()
-
-
-def _parts(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
-    """(released name, tensor) of everything a checkpoint holds; stacked experts as one view each."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        parts = tensor.detach().unbind(0) if _STACKED.fullmatch(name) else [tensor.detach()]
-        yield from zip(released_names(name, tensor.shape), parts, strict=True)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

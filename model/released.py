@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,7 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from model.parallel import Ranks
 from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, Packing, pack, unpack
+from model.together import ALONE, gathered, together
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,6 +48,11 @@ _DTYPES = {  # as safetensors spells them
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
@@ -144,9 +152,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class Source(NamedTuple):
-    """A tensor on its way from one place to another: `blocks()` are its rows in order, a few at a time.
+    """A tensor on its way from one place to another: `blocks()` are its rows from `start` on in order, a few at a time.
 
-    dtype: what it is stored in when nothing else is asked for. kept: its scales where it was stored quantised before.
+    shape: of the whole tensor; this process may handle some of its rows, or none. dtype: what it is stored in when
+    nothing else is asked for. kept: the scales of those rows where it was stored quantised before.
     """
 
     name: str
@@ -154,13 +163,21 @@ class Source(NamedTuple):
     dtype: torch.dtype
     blocks: Callable[[], Iterator[Tensor]]
     kept: Callable[[], Tensor] | None = None
+    start: int = 0
 
 
-def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the first axis of about `BLOCK` entries, in multiples of a tile's rows."""
-    rows = max(BLOCK // max(math.prod(shape[1:]), 1) // 32, 1) * 32
-    for start in range(0, shape[0], rows):
-        yield slice(start, min(start + rows, shape[0]))
+def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[slice]:
+    """Slices of the first axis (or of `rows` of it) of about `BLOCK` entries, in multiples of a tile's rows."""
+    rows = rows or slice(0, shape[0])
+    height = max(BLOCK // max(math.prod(shape[1:]), 1) // 32, 1) * 32
+    for start in range(rows.start, rows.stop, height):
+        yield slice(start, min(start + height, rows.stop))
+
+
+def tile_span(rows: slice, packing: Packing) -> slice:
+    """The rows of scales that belong to some rows of a matrix. They must begin with a tile."""
+    assert rows.start % packing.tile_rows == 0, "a tile cannot be split over processes"
+    return slice(rows.start // packing.tile_rows, -(-rows.stop // packing.tile_rows))
 
 
 class Shards:
@@ -184,45 +201,57 @@ class Shards:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
-    def plain(self, name: str) -> Source:
-        """A tensor stored without quantisation."""
+    def plain(self, name: str, rows: slice | None = None) -> Source:
+        """A tensor stored without quantisation, or some of its rows."""
         header = self.headers[name]
 
         def blocks() -> Iterator[Tensor]:
             if not header.shape:
                 yield self.read(name)
-            for rows in row_blocks(header.shape) if header.shape else ():
-                yield self.read(name, rows)
+            for part in row_blocks(header.shape, rows) if header.shape else ():
+                yield self.read(name, part)
 
-        return Source(name, header.shape, _DTYPES[header.dtype], blocks)
+        return Source(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
 
-    def quantised(self, name: str, packing: Packing) -> Source:
-        """A quantised weight: fp32 blocks. Raises ValueError that names it if it holds a NaN or infinite value."""
-        path, _, (rows, columns) = self.headers[name]
-        shape = (rows, 2 * columns if packing.codes == torch.int8 else columns)
+    def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> Source:
+        """A quantised weight, or some of its rows: fp32 blocks. Raises ValueError that names it if it holds a NaN or
+        infinite value.
+        """
+        path, _, (height, columns) = self.headers[name]
+        shape = (height, 2 * columns if packing.codes == torch.int8 else columns)
+        rows = rows or slice(0, height)
 
         def blocks() -> Iterator[Tensor]:
-            for part in row_blocks(shape):
-                tiles = slice(part.start // packing.tile_rows, -(-part.stop // packing.tile_rows))
-                values = unpack(self.read(name, part), self.read(scale_name(name), tiles), packing)
+            for part in row_blocks(shape, rows):
+                values = unpack(self.read(name, part), self.read(scale_name(name), tile_span(part, packing)), packing)
                 if not values.isfinite().all():
                     raise ValueError(f"{path}: {name} with {scale_name(name)} has a NaN or infinite value")
                 yield values
 
-        return Source(name, shape, torch.bfloat16, blocks, lambda: self.read(scale_name(name)))
+        def kept() -> Tensor:
+            return self.read(scale_name(name), tile_span(rows, packing))
+
+        return Source(name, shape, torch.bfloat16, blocks, kept, rows.start)
 
 
 class Stored(NamedTuple):
-    """A tensor as it is to be written: the concatenation of `blocks()`, which may be made only when asked for."""
+    """A tensor as it is to be written. `blocks()` are this process's rows of it, from `start` on, in order; they may be
+    made only when asked for.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     blocks: Callable[[], Iterator[Tensor]]
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def first_byte(self) -> int:
+        return self.start * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def packed(source: Source, packing: Packing) -> list[Stored]:
@@ -235,7 +264,7 @@ def packed(source: Source, packing: Packing) -> list[Stored]:
         for block in source.blocks():
             if not block.isfinite().all():
                 raise ValueError(f"{name} has a NaN or infinite value and cannot be quantised")
-            tiles = slice(row // packing.tile_rows, -(-(row + len(block)) // packing.tile_rows))
+            tiles = tile_span(slice(row, row + len(block)), packing)
             part, scale = pack(block, packing, None if kept is None else kept[tiles].to(block.device))
             scales.append(scale)
             yield part
@@ -249,15 +278,19 @@ def packed(source: Source, packing: Packing) -> list[Stored]:
         codes_shape = packing.codes_shape(*shape)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
+    first = tile_span(slice(source.start, source.start), packing).start
     return [
-        Stored(name, codes_shape, packing.codes, codes),
-        Stored(scale_name(name), packing.scale_shape(*shape), torch.float8_e8m0fnu, written),
+        Stored(name, codes_shape, packing.codes, codes, source.start),
+        Stored(scale_name(name), packing.scale_shape(*shape), torch.float8_e8m0fnu, written, first),
     ]
 
 
-def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int) -> int:
+def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: Ranks = ALONE) -> int:
     """Write bundles of tensors into shards of at most `shard_bytes` (a larger bundle is alone) with an index, or into
     the single file where one is enough. Tensors of a bundle stay together. Returns the bytes of all tensors.
+
+    Several processes give the same bundles, and each the rows that it is to write; the files are those that one process
+    would write. They write into the same files, so all of them must see the folder.
     """
     shards: list[list[Stored]] = [[]]
     room = shard_bytes
@@ -268,22 +301,44 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
             room = shard_bytes
         shards[-1] += bundle
         room -= size
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    write_files({folder / file: shard for file, shard in zip(names, shards, strict=True)}, ranks)
     total = sum(stored.nbytes for shard in shards for stored in shard)
-    if len(shards) == 1:
-        write_file(folder / SINGLE, shards[0])
-        return total
-    where = {}
-    for number, shard in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / file, shard)
-        where.update({stored.name: file for stored in shard})
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(shards) > 1 and ranks.rank == 0:
+        where = {stored.name: file for file, shard in zip(names, shards, strict=True) for stored in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
 
-def write_file(path: Path, tensors: list[Stored]) -> None:
-    """One safetensors file, written block by block (the library's own writer wants all of a file in memory)."""
+def write_files(files: dict[Path, list[Stored]], ranks: Ranks = ALONE) -> None:
+    """Safetensors files, each process its own rows, block by block (the library's own writer wants all of a file in
+    memory). On the disk when this returns. Raises, in every process, if one of them fails or a row is nobody's.
+    """
+    layouts = {path: _layout(tensors) for path, tensors in files.items()}
+    with together(ranks):
+        if ranks.rank == 0:
+            for path, layout in layouts.items():
+                with open(path, "wb") as file:
+                    file.write(layout.header)
+                    file.truncate(layout.size)
+    with together(ranks):
+        written = sum(_fill(path, layout) for path, layout in layouts.items())
+    expected = sum(layout.size - len(layout.header) for layout in layouts.values())
+    assert sum(gathered(written, ranks)) == expected, "rows of a tensor were written by no process, or by two"
+
+
+class _Layout(NamedTuple):
+    """A file's first bytes, its size, and its tensors, each with the byte where it begins."""
+
+    header: bytes
+    size: int
+    tensors: list[tuple[Stored, int]]
+
+
+def _layout(tensors: list[Stored]) -> _Layout:
     tensors = sorted(tensors, key=lambda stored: -stored.dtype.itemsize)  # aligned, and scales still after their codes
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -292,11 +347,21 @@ def write_file(path: Path, tensors: list[Stored]) -> None:
         header[stored.name] = {"dtype": SPELLED[stored.dtype], "shape": list(stored.shape), "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        start = file.tell()
-        for stored in tensors:
+    start = 8 + len(text)
+    placed = [(stored, start + header[stored.name]["data_offsets"][0]) for stored in tensors]
+    return _Layout(len(text).to_bytes(8, "little") + text, start + end, placed)
+
+
+def _fill(path: Path, layout: _Layout) -> int:
+    """Write this process's rows into a file that has its size already. Returns their bytes."""
+    written = 0
+    with open(path, "r+b") as file:
+        for stored, begin in layout.tensors:
+            file.seek(begin + stored.first_byte)
             for block in stored.blocks():
                 block = block.detach().to("cpu", stored.dtype).contiguous()
-                file.write(memoryview(block.flatten().view(torch.uint8).numpy()))
-            assert file.tell() - start == header[stored.name]["data_offsets"][1], f"{stored.name}: wrong size"
+                written += file.write(memoryview(block.flatten().view(torch.uint8).numpy()))
+            assert file.tell() <= begin + stored.nbytes, f"{stored.name}: too many rows"
+        file.flush()
+        os.fsync(file.fileno())
+    return written

@@ -1,9 +1,10 @@
-"""The run state on disk: written whole or not at all, read without ever unpickling arbitrary objects.
+"""The run state on disk: written whole or not at all by any number of processes, read back into any layout.
 
-``<run>/checkpoints/step-00000100/`` holds ``model.safetensors`` (parameters and buffers under the model's own names),
-``training.pt`` (optimizer and random states; tensors and plain containers only) and ``state.json`` (counters, data
-position, model configuration). A folder gets its final name only after everything in it has reached the disk, so every
-folder of that name is complete.
+``<run>/checkpoints/step-00000100/`` holds the tensors (``train/storage.py``) and ``state.json``: counters, data
+position, model configuration and the optimizer's method for every parameter. The tensors are ``model.<name>``,
+``optimizer.<name>.<key>``, ``scales.<name>`` (``model.released_scales``) and ``random.<rank>``, each under its whole
+shape whoever holds which rows. A folder gets its final name only after everything in it has reached the disk, so every
+folder of that name is complete. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+from torch import Tensor
 
-from train.errors import InputError
+from model.checkpoint import allocate_scales, scale_parts
+from train import storage
+from train.storage import CheckpointError, Index, Spread
 
-FORMAT = 1
+FORMAT = 2
+MODEL, SCALES, OPTIMIZER, RANDOM = "model.", "scales.", "optimizer.", "random."
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -42,8 +46,50 @@ class State:
     wandb_id: str | None = None
 
 
-class CheckpointError(InputError):
-    """A checkpoint cannot be used; the message names the file and the first thing that is wrong."""
+class Background:
+    """Writes checkpoints while training goes on, at most one at a time. A context manager: its end waits.
+
+    A checkpoint is copied into host memory (pinned, for a GPU), which is kept for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._buffers: dict[str, dict[int, Tensor]] = {}
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong in the checkpoint before, as soon as that is known. For every step."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+    def start(self, tensors: dict[str, Spread], write: Callable[[dict[str, Spread]], None]) -> None:
+        """Copy the tensors, then ``write`` the copies in a thread. `wait` first."""
+        copies = {name: spread.copied(self._buffers.setdefault(name, {})) for name, spread in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+        def work() -> None:
+            try:
+                write(copies)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
 
 
 def save(
@@ -55,26 +101,42 @@ def save(
     data: dict[str, Any],
     model_config: dict[str, Any],
     keep: int,
+    background: Background | None = None,
 ) -> Path:
     """Write the run state below ``directory``, then delete all but the ``keep`` newest. Returns the folder.
 
-    A step that is on the disk already is left as it is. Raises OSError if the disk is full or refuses.
+    All ranks call it together. A step that is on the disk already is left as it is. With ``background`` only a copy is
+    made before this returns; the folder appears later, and what goes wrong is raised by ``background``.
+
+    Raises:
+        OSError: the disk is full or refuses; nothing is left behind, in no rank.
     """
+    if background is not None:
+        background.wait()
     final = directory / f"step-{state.step:08d}"
-    if final.exists():
+    if _agreed(final.exists()):
         return final
-    manifest = {"format": FORMAT, "state": asdict(state), "data": data, "model": model_config}
-    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    training = {"optimizer": optimizer.state_dict(), "random": random_state()}
-    with atomic_directory(final) as folder:
-        try:
-            save_file(tensors, folder / "model.safetensors")
-            torch.save(training, folder / "training.pt")
-        except (SafetensorError, RuntimeError) as error:  # neither writer passes on the system's own error
-            reason = str(error).splitlines()[0]
-            raise OSError(f"{final} cannot be written: {reason}. Is the disk full?") from error
-        (folder / "state.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    prune(directory, keep)
+    methods = {name: method for name, method, _ in _named(optimizer)}
+    manifest = {"format": FORMAT, "state": asdict(state), "data": data, "model": model_config, "optimizer": methods}
+    text = json.dumps(manifest, indent=1)
+
+    def finish(folder: Path, index: Index) -> None:
+        lacking = [name for name, entry in index.items() if name.startswith(MODEL) and not storage.complete(entry)]
+        assert not lacking, f"no rank holds all rows of {lacking[0]}"
+        (folder / "state.json").write_text(text, encoding="utf-8")
+
+    def write(tensors: dict[str, Spread]) -> None:
+        storage.save(final, tensors, finish)
+        if storage.rank() == 0:
+            prune(directory, keep)
+
+    tensors = _model_tensors(model) | _scale_tensors(model) | _optimizer_tensors(optimizer)
+    tensors[f"{RANDOM}{storage.rank()}"] = Spread.whole(_tensor(json.dumps(random_state()).encode()))
+    if background is None:
+        write(tensors)
+    else:
+        storage.group()  # made by all ranks together, so not in a thread
+        background.start(tensors, write)
     return final
 
 
@@ -86,30 +148,38 @@ def load(
     set_data: Callable[[dict[str, Any]], None],
     model_config: dict[str, Any],
 ) -> State:
-    """Restore everything that ``save`` wrote into the given objects; the counters are returned.
+    """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; the counters
+    are returned. All ranks call it together. A rank that was not there before keeps its random generators.
 
     Raises:
-        CheckpointError: the folder is damaged, or belongs to another model; the message names the first difference.
+        CheckpointError: the folder is damaged, or belongs to another model, or to other methods; the message names the
+            first difference.
     """
-    manifest = _read_manifest(folder)
+    manifest, index = _read_manifest(folder), storage.read_index(folder)
     difference = first_difference(manifest["model"], model_config)
     if difference:
         raise CheckpointError(
             f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
         )
-    training = _read(folder / "training.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
+    _check_methods(folder, manifest["optimizer"], optimizer)
     load_model(folder, model)
-    optimizer.load_state_dict(training["optimizer"])
+    _load_optimizer(folder, optimizer, index)
+    _load_random_state(folder, index)
     set_data(manifest["data"])
-    set_random_state(training["random"])
     return State(**manifest["state"])
 
 
 def load_model(folder: Path, model: torch.nn.Module) -> None:
-    """Restore parameters and buffers alone. Raises ``CheckpointError`` for other names, shapes or types."""
-    tensors = _read(folder / "model.safetensors", load_file)
-    _check_tensors(folder, tensors, model.state_dict())
-    model.load_state_dict(tensors)
+    """Restore parameters, buffers and kept scales alone. All ranks call it together.
+
+    Raises ``CheckpointError`` for other names, shapes or types; nothing is changed then.
+    """
+    _read_manifest(folder)
+    index = storage.read_index(folder)
+    wanted = _model_tensors(model)
+    _check_tensors(folder, index, wanted)
+    allocate_scales(model, {name.removeprefix(SCALES) for name in index if name.startswith(SCALES)})
+    storage.load(folder, wanted | _scale_tensors(model), index)
 
 
 def model_config(folder: Path) -> dict[str, Any]:
@@ -127,24 +197,6 @@ def prune(directory: Path, keep: int) -> None:
     """Delete all but the ``keep`` newest checkpoints, and what an interrupted write left behind."""
     for folder in [*_complete(directory)[:-keep], *directory.glob(".tmp-*")]:
         shutil.rmtree(folder)
-
-
-@contextmanager
-def atomic_directory(final: Path) -> Iterator[Path]:
-    """A temporary folder beside ``final`` that takes its name once the block ends well and all is on the disk."""
-    assert not final.exists(), f"{final} is complete already; replacing it could not be done whole"
-    temporary = final.parent / f".tmp-{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in [*temporary.iterdir(), temporary]:
-            _fsync(path)
-        os.rename(temporary, final)
-        _fsync(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -169,24 +221,98 @@ def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator a step could draw from, as tensors and plain containers."""
+    """Every generator a step could draw from, as JSON has it."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "cuda": [bytes(state.numpy()).hex() for state in torch.cuda.get_rng_state_all()],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Undo what was drawn since ``random_state``."""
+    version, internal, gauss = state["python"]
     name, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor(bytes.fromhex(state["torch"])))
     if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all([_tensor(bytes.fromhex(one)) for one in state["cuda"]])
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _agreed(found: bool) -> bool:
+    """What rank 0 found: file systems show a change to some hosts later than to others."""
+    answer = [found]
+    if (group := storage.group()) is not None:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    return answer[0]
+
+
+def _spread(tensor: Tensor) -> Spread:
+    """A parameter or buffer, or what has its shape: the rows that ``parameter.shard`` says, else all of it."""
+    shard = getattr(tensor, "shard", None)
+    return Spread.whole(tensor) if shard is None else Spread.rows(tensor, shard.start, shard.total)
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+    return {f"{MODEL}{name}": _spread(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _scale_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+    return {f"{SCALES}{part.name}": Spread.rows(part.tensor, part.start, part.shape[0]) for part in scale_parts(model)}
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(name, method, parameter) of everything the optimizer knows."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            yield name, group["method"], parameter
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
+    """The state of the parameters this rank updates; a step count is a 0-d tensor."""
+    tensors = {}
+    for name, _, parameter in _named(optimizer):
+        shard = getattr(parameter, "shard", None)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, int):
+                spread = Spread.whole(torch.tensor(value))
+            else:
+                spread = Spread.whole(value) if shard is None else Spread.rows(value, shard.start, shard.total)
+            tensors[f"{OPTIMIZER}{name}.{key}"] = spread
+    return tensors
+
+
+def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index) -> None:
+    """Replace the optimizer's state. Rows that nobody had a state of begin with zeros, as at their first step."""
+    keys: dict[str, list[str]] = {}
+    for entry in index:
+        if entry.startswith(OPTIMIZER):
+            name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
+            keys.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    for name, _, parameter in _named(optimizer):
+        for key in keys.get(name, ()):
+            dtype, shape, _ = index[f"{OPTIMIZER}{name}.{key}"]
+            like = parameter.shape if shape else ()
+            optimizer.state[parameter][key] = torch.zeros(like, dtype=dtype, device=parameter.device)
+    storage.load(folder, _optimizer_tensors(optimizer), index)
+    for state in optimizer.state.values():
+        state.update({key: int(value) for key, value in state.items() if not value.shape})
+
+
+def _load_random_state(folder: Path, index: Index) -> None:
+    name = f"{RANDOM}{storage.rank()}"
+    found = {name: Spread.whole(torch.zeros(index[name].shape, dtype=torch.uint8))} if name in index else {}
+    storage.load(folder, found, index)
+    if found:
+        set_random_state(json.loads(bytes(found[name].pieces[0].numpy())))
 
 
 def _complete(directory: Path) -> list[Path]:
@@ -196,42 +322,37 @@ def _complete(directory: Path) -> list[Path]:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = _read(folder / "state.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.get('format')}, this version reads format {FORMAT}"
-        )
+    path = folder / "state.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = manifest.get("format")
+    except (OSError, ValueError, AttributeError) as error:
+        raise storage.damaged(path, error) from None
+    if found != FORMAT:
+        advice = "Continue with the version that wrote it, or begin from its export"
+        raise CheckpointError(f"{folder} has checkpoint format {found}, this version reads format {FORMAT}. {advice}")
     return manifest
 
 
-def _read(path: Path, reader: Callable[[Path], Any]) -> Any:
-    """``reader(path)``, with a damaged or missing file reported by name."""
-    try:
-        return reader(path)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    except Exception as error:  # torch.load raises pickle.UnpicklingError for anything but tensors and plain containers
-        reason = f"not a plain tensor file ({type(error).__name__})"
-    raise CheckpointError(
-        f"{path} cannot be read: {reason}. Delete {path.parent} to continue from the checkpoint before it"
-    )
-
-
-def _check_tensors(folder: Path, saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    for name in [*wanted, *saved]:
-        there, here = saved.get(name), wanted.get(name)
+def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, Spread]) -> None:
+    for entry in [*wanted, *(name for name in index if name.startswith(MODEL))]:
+        there, here, name = index.get(entry), wanted.get(entry), entry.removeprefix(MODEL)
         if there is None or here is None:
-            raise CheckpointError(
-                f"{folder} holds another model: tensor {name} is only {'here' if there is None else 'there'}"
-            )
+            where = "here" if there is None else "there"
+            raise CheckpointError(f"{folder} holds another model: tensor {name} is only {where}")
         if there.shape != here.shape or there.dtype != here.dtype:
             shown = f"{list(there.shape)} {there.dtype} there and {list(here.shape)} {here.dtype} here"
             raise CheckpointError(f"{folder} holds another model: tensor {name} is {shown}")
+        if not storage.complete(there):
+            raise storage.damaged(folder / storage.INDEX, ValueError(f"rows of {name} are missing"))
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _check_methods(folder: Path, saved: Mapping[str, str], optimizer: torch.optim.Optimizer) -> None:
+    here = {name: method for name, method, _ in _named(optimizer)}
+    problems = [
+        f"{name}: {saved.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in [*here, *(name for name in saved if name not in here)]
+        if saved.get(name) != here.get(name)
+    ]
+    if problems:
+        raise CheckpointError(f"{folder} was trained by other methods:\n  " + "\n  ".join(problems))

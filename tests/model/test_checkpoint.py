@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import model.released
 from model import DeepseekV41, load_pretrained, load_weights, save_pretrained
-from model.released import INDEX, SINGLE, write_file
+from model.released import INDEX, SINGLE
 
 
 def same(a: DeepseekV41, b: DeepseekV41) -> bool:
@@ -148,14 +148,15 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypa
     save_pretrained(old, tmp_path / "m")
     written = []
 
-    def full_disk(path, tensors):
+    def full_disk(path, layout):
         if written:
             path.write_bytes(b"half")
             raise OSError("no space left on device")
         written.append(path)
-        write_file(path, tensors)
+        return fill(path, layout)
 
-    monkeypatch.setattr(model.released, "write_file", full_disk)
+    fill = model.released._fill
+    monkeypatch.setattr(model.released, "_fill", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tiny_model(seed=2), tmp_path / "m", shard_bytes=20_000)
     with pytest.raises(OSError, match="no space"):

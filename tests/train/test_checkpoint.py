@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import random
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from train import checkpoint
-from train.checkpoint import CheckpointError, State
+from optim import Optimizer, Rule, assign
+from train import checkpoint, storage
+from train.checkpoint import Background, State
+from train.storage import CheckpointError
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}
 
 
-def objects(width: int = 3) -> dict:
+def objects(width: int = 3, method: str = "muon", steps: int = 1) -> dict:
     torch.manual_seed(0)
     model = torch.nn.Linear(width, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, width)).sum().backward()
-    optimizer.step()
+    optimizer = Optimizer(assign(model.named_parameters(), [Rule("weight", method), Rule("bias", "adamw")]))
+    optimizer.set_lr(0.1)
+    for _ in range(steps):
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
     return {"model": model, "optimizer": optimizer}
 
 
-def save(directory: Path, step: int = 1, keep: int = 3, **parts) -> Path:
+def assert_same_state(first: dict, second: dict) -> None:
+    for ours, theirs in zip(first["optimizer"].state.values(), second["optimizer"].state.values(), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            assert type(value) is type(theirs[key])
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, theirs[key]) and value.dtype == theirs[key].dtype
+            else:
+                assert value == theirs[key]
+
+
+def save(directory: Path, step: int = 1, keep: int = 3, **changes) -> Path:
     return checkpoint.save(
         directory,
         State(step=step, tokens=7),
-        data={"row": step},
-        model_config=CONFIG,
-        keep=keep,
-        **(parts or objects()),
+        **{"data": {"row": step}, "model_config": CONFIG, "keep": keep, **objects(), **changes},
     )
 
 
@@ -51,14 +66,14 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
     parts = objects()
     folder = save(tmp_path, **parts)
     drawn = (random.random(), np.random.rand(), torch.rand(()).item())
-    fresh, seen = objects(), []
+    fresh, seen = objects(steps=2), []
     with torch.no_grad():
         fresh["model"].weight.zero_()
     state = load(folder, fresh, seen=seen)
     assert state == State(step=1, tokens=7) and seen == [{"row": 1}]
     assert torch.equal(fresh["model"].weight, parts["model"].weight)
-    for ours, theirs in zip(fresh["optimizer"].state.values(), parts["optimizer"].state.values(), strict=True):
-        assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in theirs)
+    assert_same_state(fresh, parts)
+    assert fresh["optimizer"].state[fresh["model"].bias]["step"] == 1
     assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
 
 
@@ -70,29 +85,27 @@ def test_newest_and_pruning(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path).name == "step-300000000"
 
 
-@pytest.mark.parametrize("part", ["save_file", "torch.save", "_fsync"])
+@pytest.mark.parametrize("part", ["write_files", "os.rename", "fsync"])
 def test_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     save(tmp_path, 1)
 
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(f"train.checkpoint.{part}", fail)
+    monkeypatch.setattr(f"train.storage.{part}", fail)
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("room", [4096, 60_000])  # stops in the weights, in the optimizer's state
+@pytest.mark.parametrize("room", [4096, 100_000])  # stops in the tensors, in the small files
 def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, room: int) -> None:
-    parts = objects(width=8000)
-    if room > 4096:
-        parts["model"] = torch.nn.Linear(1, 1)
+    data = {"rows": list(range(100_000))} if room > 4096 else {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(OSError, match="step-00000001 cannot be written: .*disk full"):
-            save(tmp_path, **parts)
+            save(tmp_path, data=data)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not any(tmp_path.iterdir())
@@ -101,8 +114,8 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, room: int) -> Non
 def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
     save(tmp_path, 1)
     script = (
-        "import os, sys; from pathlib import Path; import train.checkpoint as c; sys.path.insert(0, 'tests/train');"
-        "import test_checkpoint as t; c._fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
+        "import os, sys; from pathlib import Path; import train.storage as s; sys.path.insert(0, 'tests/train');"
+        "import test_checkpoint as t; s.fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
     )
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -134,25 +147,110 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
+def test_other_methods_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="by other methods:\n  weight: muon there, sinkhorn here"):
+        load(save(tmp_path), objects(method="sinkhorn"))
+
+
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of a checkpoint is a pickle, and one in the place of any is refused as it is."""
     monkeypatch.chdir(tmp_path)
-    folder = save(tmp_path)
-    (folder / "training.pt").write_bytes(pickle.dumps({"optimizer": Bomb()}, protocol=2))
-    with pytest.raises(CheckpointError, match="training.pt cannot be read"):
-        load(folder)
-    torch.save({"optimizer": Bomb(), "random": {}}, folder / "training.pt")
-    with pytest.raises(CheckpointError, match="training.pt cannot be read"):
-        load(folder)
+    folder = save(tmp_path / "checkpoints")
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.safetensors", "state.json", "tensors.json"]
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        for bomb in (pickle.dumps(Bomb()), pickle.dumps(Bomb(), protocol=0)):
+            path.write_bytes(bomb)
+            with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
+                load(folder)
+        path.write_bytes(content)
     assert not (tmp_path / "exploded").exists()
+    load(folder)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "state.json"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "short", "gone"])
 def test_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     path = save(tmp_path) / name
-    path.write_bytes(path.read_bytes()[:20]) if damage == "cut" else path.unlink()
+    content = path.read_bytes()
+    path.unlink() if damage == "gone" else path.write_bytes(content[:20] if damage == "cut" else content[:-1])
     with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
         load(path.parent)
+
+
+def test_index_and_files_must_agree(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    index = json.loads((folder / "tensors.json").read_text())
+    weight = index["model.weight"]
+    for chunks, message in (
+        ([[0, 1, "rank-00000.safetensors"]], r"tensors.json cannot be read: rows of weight are missing"),
+        ([[0, 2, "rank-00007.safetensors"]], r"rank-00007.safetensors cannot be read: No such file"),
+        ([[0, 1, "rank-00000.safetensors"], [1, 1, "rank-00000.safetensors"]], r"hold model.weight\[0:1\]"),
+    ):
+        (folder / "tensors.json").write_text(json.dumps({**index, "model.weight": [*weight[:2], chunks]}))
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
+def test_another_format_is_refused_by_number(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    manifest = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(CheckpointError, match="has checkpoint format 1, this version reads format 2"):
+        load(folder)
+
+
+def test_background_write_is_the_same_as_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while the files are written; what is written is what was there."""
+    parts, at_work, go_on = objects(), threading.Event(), threading.Event()
+
+    def slow(files: dict) -> None:
+        at_work.set()
+        assert go_on.wait(60)
+        write(files)
+
+    write = storage.write_files
+    save(tmp_path / "plain", **parts)
+    monkeypatch.setattr(storage, "write_files", slow)
+    with Background() as background:
+        for step in (1, 2):
+            final = save(tmp_path / "background", step, background=background, **parts)
+            assert at_work.wait(60) and not final.exists()
+            background.check()
+            with torch.no_grad():
+                parts["model"].weight.add_(step)
+                parts["optimizer"].state[parts["model"].weight]["momentum"].add_(step)
+            go_on.set()
+        first = tmp_path / "background" / "step-00000001"
+        assert first.exists(), "the second waits for the first"
+    assert final.exists(), "the end waits"
+    folders = (tmp_path / "plain" / first.name, first, final)
+    plain, written, later = (load_file(folder / "rank-00000.safetensors") for folder in folders)
+    assert plain.keys() == written.keys() and all(torch.equal(plain[k], written[k]) for k in plain if "random" not in k)
+    assert torch.equal(later["model.weight"], plain["model.weight"] + 1)
+    load(final)
+
+
+def test_background_failure_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    save(tmp_path, 1)
+    for meet in ("check", "save", "end"):
+        background = Background()
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "fsync", fail)
+            save(tmp_path, 2, background=background)
+            background._thread.join()
+        with pytest.raises(OSError, match="step-00000002 cannot be written: .*disk full"):
+            if meet == "check":
+                background.check()
+            elif meet == "save":
+                save(tmp_path, 3, background=background)
+            else:
+                background.__exit__()
+        background.check()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_counters_are_plain_data() -> None:
