@@ -60,8 +60,12 @@ class Background:
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except BaseException:
+            if kind is None:  # else the run has failed by itself, and says why
+                raise
 
     def check(self) -> None:
         """Raise what went wrong in the checkpoint before, as soon as that is known. For every step."""

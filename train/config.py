@@ -85,7 +85,10 @@ class CheckpointConfig:
 
     every: Positive  # optimizer steps
     keep: Positive
-    export: bool  # write the complete run's model as a checkpoint folder in the released layout: <run>/export
+    asynchronous: bool  # copy the state into host memory and write it while training goes on
+    # Write the complete run's model as a checkpoint folder, <run>/export: in its own precision, or quantised as the
+    # released one is.
+    export: Literal[False, "plain", "released"]
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,7 @@ from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train import checkpoint
 from train.build import Run
-from train.checkpoint import State
+from train.checkpoint import Background, State
 from train.engine import World
 from train.metrics import Reporter, memory_gib
 
@@ -154,7 +154,8 @@ def train(run: Run, state: State, report: Reporter) -> None:
     """
     task, saving, world = run.config.task, run.config.checkpoint, run.world
     batches = iter(run.train_batches)
-    with stop_signals() as received:
+    background = Background() if saving.asynchronous else None
+    with stop_signals() as received, background or nullcontext():
         if state.first_valid is None:
             state.first_valid = state.last_valid = _report_evaluation(run, state, report)
         while state.tokens < task.tokens and not world.any(bool(received)):
@@ -163,23 +164,24 @@ def train(run: Run, state: State, report: Reporter) -> None:
             waited = time.perf_counter() - started
             numbers = train_step(run, micro_batches, state.step, state.tokens)
             _advance(run, state, report, numbers, waited, started)
+            if background:
+                background.check()
             done = state.tokens >= task.tokens
             if done or state.step % task.eval_every == 0:
                 state.last_valid = _report_evaluation(run, state, report)
             if done or state.step % saving.every == 0:
-                save(run, state)
+                save(run, state, background)
         if state.tokens < task.tokens:
-            where = f"state saved in {save(run, state)}" if state.step else "nothing trained yet"
+            where = f"state saved in {save(run, state, background)}" if state.step else "nothing trained yet"
+            if background:
+                background.wait()
             cause = next(filter(None, world.gather("".join(received[:1]))))
             raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
 
 
-def save(run: Run, state: State) -> Path:
-    """Write the run state."""
-    if not run.world.first:
-        run.world.barrier()
-        return run.config.run_dir / "checkpoints"
-    folder = checkpoint.save(
+def save(run: Run, state: State, background: Background | None = None) -> Path:
+    """Write the run state, all ranks together; with ``background`` while training goes on."""
+    return checkpoint.save(
         run.config.run_dir / "checkpoints",
         state,
         model=run.model,
@@ -187,9 +189,8 @@ def save(run: Run, state: State) -> Path:
         data=run.train_batches.state_dict(),
         model_config=run.model_config.to_dict(),
         keep=run.config.checkpoint.keep,
+        background=background,
     )
-    run.world.barrier()
-    return folder
 
 
 def resume(run: Run, folder: Path) -> State:

@@ -16,7 +16,7 @@ from data.chat import prompt_ids
 from data.companions import companion_files
 from model import save_pretrained
 from optim import format_table
-from train import checkpoint
+from train import checkpoint, storage
 from train.build import Run, build
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
@@ -135,7 +135,14 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
     report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
     if run.config.checkpoint.export:
         files = companion_files(run.config.data, run.tokenizer)
-        save_pretrained(run.model, directory / "export", run.tokenizer, companions=files)
+        save_pretrained(
+            run.model,
+            directory / "export",
+            run.tokenizer,
+            format=run.config.checkpoint.export,
+            companions=files,
+            ranks=storage.ranks(),
+        )
         report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")
     report.log(f"metrics:    {directory / 'metrics.jsonl'}")

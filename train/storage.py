@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from model.parallel import Ranks
 from model.released import SPELLED, Header, Stored, file_headers, row_blocks, write_files
 from train.errors import InputError
 
@@ -200,6 +201,11 @@ def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 def rank() -> int:
     """This process's place among all."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> Ranks:
+    """This process among all, as `model` takes it. All ranks call it together first."""
+    return Ranks(group(), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
 
 
 def fsync(path: Path) -> None:

@@ -248,7 +248,7 @@ def test_background_failure_is_raised_at_the_next_step(tmp_path: Path, monkeypat
             elif meet == "save":
                 save(tmp_path, 3, background=background)
             else:
-                background.__exit__()
+                background.__exit__(None)
         background.check()
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -32,7 +32,7 @@ def write_chats(folder: Path, count: int) -> Path:
 def base(compose_raw, overrides, tmp_path_factory) -> Config:
     """A finished pre-training run with an export."""
     output = tmp_path_factory.mktemp("base")
-    changes = [f"output={output}", "name=base", "task.tokens=300", "checkpoint.export=true"]
+    changes = [f"output={output}", "name=base", "task.tokens=300", "checkpoint.export=plain"]
     config = parse(compose_raw(*overrides, *changes))
     pretrain.run(config)
     return config
@@ -56,7 +56,8 @@ def make_sft(compose_raw, overrides, base: Config, chats: Path, tmp_path: Path):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(latest(folder / "checkpoints") / "model.safetensors")
+    tensors = load_file(latest(folder / "checkpoints") / "rank-00000.safetensors")
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
 def test_fine_tuning_begins_with_the_checkpoint_and_learns_the_answers(make_sft, base: Config) -> None:
