@@ -43,7 +43,6 @@ class State:
     seconds: float = 0.0  # spent in training steps, over all restarts
     first_valid: dict[str, Any] | None = None  # evaluation before the first step
     last_valid: dict[str, Any] | None = None
-    wandb_id: str | None = None
 
 
 class Background:

@@ -229,7 +229,8 @@ def stop_signals() -> Iterator[list[str]]:
     """A list that receives the names of SIGUSR1, SIGTERM and SIGINT. A second Ctrl-C acts as usual, at once.
 
     Slurm sends SIGUSR1 ahead of the time limit, and SIGTERM once more to processes that a job script has signalled
-    already: a repeated one must not end the save that the first began.
+    already, and to those that end after the first: a repeated one ends neither the save that the first began nor, after
+    ``Interrupted``, the orderly exit.
     """
     received: list[str] = []
     before: dict[int, Any] = {}
@@ -239,16 +240,18 @@ def stop_signals() -> Iterator[list[str]]:
         if number == signal.SIGINT:
             signal.signal(number, before[number])
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, note)
+    ends = False
     try:
         yield received
+    except Interrupted:
+        ends = True
+        raise
     finally:
-        restore()
+        for number, handler in before.items():
+            if not ends or number == signal.SIGINT:
+                signal.signal(number, handler)
 
 
 def _sum(items: Iterator[Any]) -> Any:

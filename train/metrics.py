@@ -26,7 +26,7 @@ class Reporter:
     """Writes every record of a run to every place that was asked for.
 
     A resumed run continues the files of the run directory: records of steps after the resumed one, which will be
-    repeated, are dropped first. ``state.wandb_id`` is set when W&B is on, so that a later process continues its run.
+    repeated, are dropped first. W&B's own id of the run is kept there too, so that every later process continues it.
     """
 
     def __init__(self, config: Config, state: State):
@@ -37,7 +37,7 @@ class Reporter:
         self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
         self.console = Console(soft_wrap=True, highlight=False, markup=False)
         self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
-        self.wandb = _start_wandb(config, state) if config.logger.wandb else None
+        self.wandb = _start_wandb(config) if config.logger.wandb else None
 
     def log(self, line: str) -> None:
         """A line for people, on the screen and in ``train.log``."""
@@ -207,21 +207,23 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, flo
     return found
 
 
-def _start_wandb(config: Config, state: State) -> Any:
+def _start_wandb(config: Config) -> Any:
     import wandb
 
+    known = config.run_dir / "wandb_id"
+    identity = known.read_text(encoding="utf-8").strip() if known.is_file() else None
     run = wandb.init(
         project=config.logger.wandb_project,
         name=config.name,
-        id=state.wandb_id,
-        resume="allow" if state.wandb_id else None,
+        id=identity,
+        resume="allow" if identity else None,
         dir=str(config.run_dir),
         config=to_dict(config),
         mode=_wandb_mode(),
         settings=wandb.Settings(silent=True, console="off"),
     )
     run.define_metric("*", step_metric="step")
-    state.wandb_id = run.id
+    write_text(known, run.id + "\n")
     return run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from train import pretrain
-from train.checkpoint import State, latest
+from train import loop, metrics, pretrain
+from train.checkpoint import State
 from train.metrics import Reporter, evaluation_line, step_line
 
 RECORD = {
@@ -88,15 +88,29 @@ def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_wandb_records_offline_and_keeps_its_id(make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_records_offline_under_one_id_and_without_secrets(make_config, monkeypatch, tmp_path: Path) -> None:
+    secret = "0123456789abcdef" * 3
+    monkeypatch.setenv("WANDB_API_KEY", secret[:40])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = make_config("logger=wandb", "logger.progress=false")
+    with monkeypatch.context() as patch:  # a run that ends before its first checkpoint
+        patch.setattr(loop, "train_step", lambda *arguments: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            pretrain.run(config)
+    pretrain.run(make_config("logger=wandb", "logger.progress=false", "task.tokens=300"))
+    pretrain.run(config)
+    identity = (config.run_dir / "wandb_id").read_text().strip()
+    recorded = list((config.run_dir / "wandb").glob("offline-run-*"))
+    assert len(recorded) == 3 and all(path.name.endswith(f"-{identity}") for path in recorded)
+    files = [path for path in config.run_dir.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files) and len(files) > 10
+    assert not [path for path in files if secret[:40].encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_wandb_without_key_or_network_is_offline(make_config, monkeypatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    ids = set()
-    for tokens in (300, 700):
-        config = make_config("logger=wandb", "logger.progress=false", f"task.tokens={tokens}")
-        pretrain.run(config)
-        state = json.loads((latest(config.run_dir / "checkpoints") / "state.json").read_text())["state"]
-        ids.add(state["wandb_id"])
-    assert len(ids) == 1 and None not in ids
-    assert len(list((config.run_dir / "wandb").glob(f"offline-run-*-{ids.pop()}"))) == 2
+    assert metrics._wandb_mode() == "offline"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert tensors.keys() == again.keys() and {"random.0", "model.embed.weight"} <= tensors.keys()
     assert all(torch.equal(tensors[name], again[name]) for name in tensors)
     assert json.loads((a / "state.json").read_text())["data"] == json.loads((b / "state.json").read_text())["data"]
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """An interrupted run leaves handlers, as its process is about to end; this one is not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +106,7 @@ def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
     with pytest.raises(loop.Interrupted, match="Stopped by SIGUSR1 after step 3"):
         pretrain.run(config)
     assert latest(config.run_dir / "checkpoints").name == "step-00000003"
+    os.kill(os.getpid(), signal.SIGTERM)  # srun ends the tasks that are later than the first: they leave with 75 too
 
 
 def test_crash_between_checkpoints_repeats_the_lost_steps(make_config, whole: Config, monkeypatch) -> None:
