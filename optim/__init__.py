@@ -9,6 +9,7 @@ from .clip import clip_, global_norm
 from .groups import Group, Row, Rule, assign, format_table
 from .muon import MuonSettings
 from .optimizer import Optimizer, Settings
+from .place import Place
 from .schedule import Schedule
 from .sinkhorn import SinkhornSettings
 
@@ -17,6 +18,7 @@ __all__ = [
     "Group",
     "MuonSettings",
     "Optimizer",
+    "Place",
     "Row",
     "Rule",
     "Schedule",

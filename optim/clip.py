@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .place import Ranks
+
+WHOLE: Mapping[Tensor, Ranks] = {}
+
 
 @torch.no_grad()
-def global_norm(params: Iterable[Tensor]) -> Tensor:
+def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, Ranks] = WHOLE) -> Tensor:
     """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; one without a gradient
     counts not.
+
+    `parts` names, for each parameter that is split over processes, those that hold the rest; these must call together.
     """
-    return _norm(_gradients(params))
+    return _norm(_with_gradients(params), parts)
 
 
 @torch.no_grad()
-def clip_(params: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before, 0-d fp32.
+def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, Ranks] = WHOLE) -> Tensor:
+    """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before, 0-d fp32,
+    the same on all processes.
 
     Gradients within the limit keep their bits. If the returned norm is not finite the gradients are unusable: do not
     step. Raises ValueError if `max_norm` is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm!r}; leave clipping out to switch it off")
-    grads = _gradients(params)
-    norm = _norm(grads)
-    if grads:
-        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0))
+    chosen = _with_gradients(params)
+    norm = _norm(chosen, parts)
+    if chosen:
+        torch._foreach_mul_([p.grad for p in chosen], (max_norm / norm).clamp(max=1.0))
     return norm
 
 
-def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
+def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     unique = {id(p): p for p in params}
-    return [p.grad for p in unique.values() if p.grad is not None]
+    return [p for p in unique.values() if p.grad is not None]
 
 
-def _norm(grads: list[Tensor]) -> Tensor:
+def _norm(params: list[Tensor], parts: Mapping[Tensor, Ranks]) -> Tensor:
+    """What is whole counts once, of what is split every part."""
+    norms = [_norm_of([p.grad for p in params if p not in parts])]
+    for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():
+        square = _norm_of([p.grad for p in params if p in parts and parts[p].group == group]).double().square()
+        dist.all_reduce(square, group=ranks.group)
+        norms.append(square.sqrt().float())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm_of(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros(())
     norms = torch._foreach_norm(grads, 2, dtype=torch.float32)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .adamw import AdamWSettings, adamw_step
 from .groups import MAIN, Group, Row, blocks_text
 from .muon import MuonSettings, muon_step
-from .sinkhorn import SinkhornSettings, sinkhorn_step
+from .place import Place, Ranks, share_out
+from .sinkhorn import SinkhornSettings, sinkhorn_step, whole
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
+BROADCAST_ELEMENTS = 1 << 25  # updated weights sent in one message, which needs a copy of them
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,41 @@ class Optimizer(torch.optim.Optimizer):
     first step; parameters without a gradient, and frozen groups, are left alone. Weights are updated in their own
     dtype, so train with fp32 (master) weights: in bf16 most steps are below half a unit in the last place. Matrices
     must be whole in each process: a wrapper that flattens or slices parameters is refused at the step.
+
+    With `places` (a parameter's name -> where it lies among processes) the work is shared out: a parameter's state
+    exists at its owner only, which updates it and sends the result to the others that hold it. All processes must then
+    step together, with gradients for the same parameters. A stack of matrices may be split by matrices, a table of the
+    Sinkhorn method by rows; nothing else may be split.
     """
 
-    def __init__(self, groups: Sequence[Group], settings: Settings | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[Group], settings: Settings | None = None, places: Mapping[str, Place] | None = None
+    ) -> None:
         self.settings = settings or Settings()
         super().__init__([{**vars(group), "factor": 1.0} for group in groups], {"lr": 0.0})
+        self._places: dict[Tensor, Place] = {}
+        self._owners: dict[Tensor, int] = {}
+        if places is not None:
+            self._share_out(places)
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this process updates the parameter and keeps its state."""
+        return param not in self._places or self._owners[param] == self._places[param].holders.rank
+
+    @property
+    def parts(self) -> dict[Tensor, Ranks]:
+        """The processes that hold the other parts of each split parameter."""
+        return {param: place.parts for param, place in self._places.items() if place.parts.size > 1}
+
+    def state_bytes(self) -> int:
+        """Size of the state of all that this process owns, once every parameter was trained."""
+        sizes = (
+            4 * param.numel() * len(STATE_KEYS[group["method"]])
+            for group in self.param_groups
+            for param in group["params"]
+            if self.owns(param)
+        )
+        return sum(sizes)
 
     def set_lr(self, lr: float, factors: Mapping[str, float] | None = None) -> None:
         """Set the next steps' learning rate: lr * lr_factor of the group * factor of its schedule.
@@ -65,9 +99,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if group["factor"]:
-                self._step_group(group)
+        stepped = [param for group in self.param_groups if group["factor"] for param in self._step_group(group)]
+        self._hand_out(stepped)
         return loss
 
     def table(self) -> list[Row]:
@@ -82,7 +115,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of a `state_dict` exactly: values, dtypes, step counts. (The inherited method would cast to
-        the parameters' dtype.) Parameters are matched by name. Hyper-parameters stay as the rules set them.
+        the parameters' dtype.) Parameters are matched by name; state of what others own is left out. Hyper-parameters
+        stay as the rules set them.
 
         Raises ValueError that lists every difference in names, methods or shapes; nothing is changed then.
         """
@@ -102,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
                     for key, value in state.items()
                     if isinstance(value, Tensor) and value.shape != param.shape
                 ]
-                if state:
+                if state and self.owns(param):
                     restored[param] = {
                         k: v.to(param.device, copy=True) if isinstance(v, Tensor) else v for k, v in state.items()
                     }
@@ -111,13 +145,18 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("optimizer state does not fit this run:\n  " + "\n  ".join(problems))
         self.state = defaultdict(dict, restored)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        chosen = [i for i, param in enumerate(group["params"]) if param.grad is not None]
-        if not chosen:
-            return
+    def _step_group(self, group: dict[str, Any]) -> list[Tensor]:
+        """Update what is owned of the group; returns every parameter that some process updates."""
+        trained = [i for i, param in enumerate(group["params"]) if param.grad is not None]
+        self._check(group, trained)
+        chosen = [i for i in trained if self.owns(group["params"][i])]
+        if chosen:
+            self._update(group, chosen)
+        return [group["params"][i] for i in trained]
+
+    def _update(self, group: dict[str, Any], chosen: Sequence[int]) -> None:
         params = [group["params"][i] for i in chosen]
         grads = [param.grad for param in params]
-        self._check(group, chosen)
         states = [self._state(param, STATE_KEYS[group["method"]]) for param in params]
         buffers = [[state[key] for state in states] for key in STATE_KEYS[group["method"]]]
         numbers = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
@@ -125,12 +164,44 @@ class Optimizer(torch.optim.Optimizer):
             blocks = [group["blocks"][i] for i in chosen]
             muon_step(params, grads, *buffers, blocks, **numbers, settings=self.settings.muon)
         elif group["method"] == "sinkhorn":
+            parts = self.parts
             for param, grad, momentum in zip(params, grads, *buffers, strict=True):
-                sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=self.settings.sinkhorn)
+                reduce = partial(_sum_over, parts[param]) if param in parts else whole
+                settings = self.settings.sinkhorn
+                sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=settings, reduce=reduce)
         else:
             for state in states:
                 state["step"] = state.get("step", 0) + 1
             adamw_step(params, grads, *buffers, [s["step"] for s in states], **numbers, settings=self.settings.adamw)
+
+    def _share_out(self, places: Mapping[str, Place]) -> None:
+        """Choose owners, among each set of holders by the bytes of state. Every process finds the same ones; the parts
+        of a split parameter get owners that are parts of one copy, so that these can sum over it.
+        """
+        kinds: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+        for group in self.param_groups:
+            for name, param in zip(group["names"], group["params"], strict=True):
+                place = self._places[param] = places[name]
+                kinds[place.parts.size].append((param, place.numel * len(STATE_KEYS[group["method"]])))
+        for held in kinds.values():
+            owners = share_out([size for _, size in held], self._places[held[0][0]].holders.size)
+            self._owners |= {param: owner for (param, _), owner in zip(held, owners, strict=True)}
+
+    def _hand_out(self, stepped: Sequence[Tensor]) -> None:
+        """Send each updated parameter from its owner to the others that hold it, several in a message."""
+        messages: dict[tuple, list[Tensor]] = defaultdict(list)
+        for param in stepped:
+            place = self._places.get(param)
+            if place is not None and place.holders.size > 1:
+                messages[place.parts.size, self._owners[param], param.dtype].append(param)
+        for (_, owner, _), params in messages.items():
+            holders = self._places[params[0]].holders
+            for batch in _batches(params):
+                flat = torch.cat([param.flatten() for param in batch])
+                dist.broadcast(flat, group=holders.group, group_src=owner)
+                if holders.rank != owner:
+                    for param, new in zip(batch, flat.split([param.numel() for param in batch]), strict=True):
+                        param.copy_(new.view_as(param))
 
     def _state(self, param: Tensor, keys: Sequence[str]) -> dict[str, Any]:
         state = self.state[param]
@@ -151,3 +222,19 @@ class Optimizer(torch.optim.Optimizer):
                 )
             if param.grad.is_sparse:
                 raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+
+
+def _sum_over(ranks: Ranks, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor, group=ranks.group)
+    return tensor
+
+
+def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    batch, room = [], BROADCAST_ELEMENTS
+    for param in params:
+        if batch and param.numel() > room:
+            yield batch
+            batch, room = [], BROADCAST_ELEMENTS
+        batch.append(param)
+        room -= param.numel()
+    yield batch

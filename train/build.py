@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from data import build_loaders, load_tokenizer, special_ids
 from model import ModelConfig, build_model
 from model.engram import build_token_map
-from optim import Optimizer, assign
+from model.parallel import Ranks
+from optim import Optimizer, Place, assign
 from train.config import Config, ConfigError, problem
 from train.engine import Engine, World, pick_device
 from train.recipe import adamw_rules, report_rules
@@ -78,7 +79,7 @@ def build(config: Config, world: World | None = None) -> Run:
         parallel=world.parallel,
     )
     freeze(config, model)
-    optimizer = build_optimizer(config, model_config, model)
+    optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
@@ -126,8 +127,12 @@ def freeze(config: Config, model: torch.nn.Module) -> None:
                 parameter.requires_grad_(False)
 
 
-def build_optimizer(config: Config, model_config: ModelConfig, model: torch.nn.Module) -> Optimizer:
-    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/recipe.py``)."""
+def build_optimizer(
+    config: Config, model_config: ModelConfig, model: torch.nn.Module, world: World | None = None
+) -> Optimizer:
+    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/recipe.py``). ``world``: the
+    processes that share its work; None: there is one.
+    """
     optim = config.optim
     if optim.rules == "report":
         rules = report_rules(
@@ -144,7 +149,17 @@ def build_optimizer(config: Config, model_config: ModelConfig, model: torch.nn.M
         dataclasses.replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules
     ]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return Optimizer(assign(trained, rules), optim.settings)
+    places = None if world is None or world.size == 1 else {name: place_of(p, world) for name, p in trained}
+    return Optimizer(assign(trained, rules), optim.settings, places)
+
+
+def place_of(parameter: torch.nn.Parameter, world: World) -> Place:
+    """Where a parameter of ``world`` lies."""
+    shard = getattr(parameter, "shard", None)
+    if shard is None:
+        return Place(world.holders[1], Ranks(), parameter.numel())
+    largest = -(-shard.total // shard.ranks.size) * parameter.shape[1:].numel()
+    return Place(world.holders[shard.ranks.size], shard.ranks, largest)
 
 
 def _changed(section: str, before: Any, after: Any, keys: dict[str, Any]) -> list[str]:

@@ -67,7 +67,7 @@ def train_step(
             sums[name] = sums[name] + value if name in sums else value
     run.engine.reduce()
     sums = sum_over_ranks(world, sums)
-    norm = clip_(optimizer.active_parameters(), optim.clip)
+    norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
     move_router_biases(run, sums["expert_load"])
@@ -108,13 +108,13 @@ def evaluate(run: Run) -> dict[str, Any]:
     nats = torch.zeros((), dtype=torch.float64)
     targets, load, recall = torch.zeros((), dtype=torch.int64), 0, []
     for number, batch in enumerate(run.valid_batches):
-        batch = to_device(batch, run.device)
+        batch, real = with_a_token(to_device(batch, run.device))
         with precision(run):
             losses = run.model.losses(**batch, totals=run.model.totals(**batch))
             if number == 0:
                 recall = probe_recall(run, batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
-        load = load + losses.expert_load
+        load = load + losses.expert_load * real
     nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
     loss, load = nats / targets, run.world.sum_(load)
     return {
@@ -125,6 +125,17 @@ def evaluate(run: Run) -> dict[str, Any]:
         "expert_load": _load_record(load),
         "seconds": time.perf_counter() - started,
     }
+
+
+def with_a_token(batch: Batch) -> tuple[Batch, bool]:
+    """The batch, and whether it has a token. One of padding alone (a rank's share of the last rows can be that) gets
+    one, unsupervised, for all ranks must run the model together.
+    """
+    if batch["seq_lens"].any():
+        return batch, True
+    lengths = batch["seq_lens"].clone()
+    lengths[0, 0] = 1
+    return {**batch, "seq_lens": lengths}, False
 
 
 def probe_recall(run: Run, batch: Batch) -> list[float | None]:

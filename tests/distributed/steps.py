@@ -1,0 +1,110 @@
+"""Ten training steps on made batches, in any layout: run by every rank of a test, and by the test alone to compare.
+
+python tests/distributed/steps.py FOLDER CASE...   (a case: name of CASES @ EP)
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from model.parallel import Parallel
+from train.build import Run, build
+from train.config import CONF_DIR, Config, open_overrides, parse
+from train.engine import World, _groups, find_place, launch
+from train.loop import train_step
+
+STEPS, ROWS, LENGTH = 10, 4, 48
+TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=48", "parallel.device=cpu", "checkpoint.every=1000",
+        "optim=report", "optim.schedule.warmup_steps=0", "logger.progress=false",
+        # Without it AdamW makes whole steps of gradients that are zero but for rounding.
+        "optim.settings.adamw.eps=1.0e-4")  # fmt: skip
+# Everything that could go differently with the number of processes, spread over a few cases.
+CASES = {
+    "passes": ("task.micro_batch=1", "task.accumulation=4", "optim.clip=0.3"),
+    "recompute": ("task.micro_batch=4", "task.accumulation=1", "runtime.recompute=true", "optim.clip=1000.0"),
+    "adamw": ("task.micro_batch=2", "task.accumulation=2", "optim=adamw", "optim.clip=0.5"),
+}
+
+
+def rows_of_step(step: int) -> dict[str, torch.Tensor]:
+    """Four rows of unequal documents; in every step one of them has no target."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(8, 500, (ROWS, LENGTH), generator=draw)
+    lengths = torch.randint(2, 16, (ROWS, 3), generator=draw)
+    real = torch.arange(LENGTH) < lengths.sum(1, keepdim=True)
+    labels = ids.masked_fill(~real | (torch.rand(ROWS, LENGTH, generator=draw) < 0.3), -100)
+    labels[(step + 1) % ROWS] = -100
+    return {"input_ids": ids.masked_fill(~real, 2), "labels": labels, "seq_lens": lengths}
+
+
+def share(batch: dict[str, torch.Tensor], run: Run) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of a step, dealt out as the loader does."""
+    rows, passes = run.config.task.share(run.world.size)
+    first = [(number * run.world.size + run.world.rank) * rows for number in range(passes)]
+    return [{name: tensor[at : at + rows] for name, tensor in batch.items()} for at in first]
+
+
+def whole(run: Run) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer as one process would hold it; ranks that hold the same must agree to the bit."""
+    copies: dict[str, dict[tuple, torch.Tensor]] = {}
+    mine = {n: ((s.start, s.stop) if (s := getattr(t, "shard", None)) else (0, 0), t.detach())
+            for n, t in run.model.state_dict(keep_vars=True).items()}  # fmt: skip
+    for held in run.world.gather(mine):
+        for name, (span, tensor) in held.items():
+            seen = copies.setdefault(name, {}).setdefault(span, tensor)
+            assert torch.equal(seen, tensor), f"{name} differs between ranks that hold the same"
+    return {name: torch.cat([spans[span] for span in sorted(spans)]) if len(spans) > 1 else next(iter(spans.values()))
+            for name, spans in copies.items()}  # fmt: skip
+
+
+def ten_steps(case: str, world: World, corpus: Path) -> dict:
+    """The numbers of every step and the model after the last. No token may choose expert 3 of the first layer."""
+    config = configure(case, world.size, world.parallel.experts.size, corpus)
+    run = build(config, world)
+    run.model.layers[0].ffn.gate.bias[3] = -1000.0
+    losses, norms = [], []
+    for step in range(STEPS):
+        numbers = train_step(run, share(rows_of_step(step), run), step, 0)
+        assert numbers["expert_load"][0, :, 3].sum() == 0
+        losses.append([float(numbers[name]) for name in ("total", "lm_sum", "balance_sum")])
+        norms.append(float(numbers["grad_norm"]))
+        counts = {name: numbers[name] for name in ("real", "supervised", "index_queries", "expert_load")}
+    held = sum(t.numel() * t.element_size() for s in run.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+    assert held == run.optimizer.state_bytes()
+    return {"losses": losses, "norms": norms, "counts": counts, "tensors": whole(run), "state": world.gather(held)}
+
+
+def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
+    """The configuration of a case for so many processes, with experts and tables in so many parts."""
+    data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
+            f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
+    layout = (f"parallel.data_parallel={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return parse(compose("train", overrides=open_overrides([*TINY, *data, *layout, *CASES[case]])))
+
+
+def at(world: World, parts: int) -> World:
+    """The same processes with experts and tables split into so many parts."""
+    split, same = _groups(parts, find_place())
+    parallel = Parallel(split, split, shard_embeddings=parts > 1) if parts > 1 else Parallel()
+    return replace(world, parallel=parallel, holders={**world.holders, parts: same})
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    size = find_place().size
+    world = launch(configure("passes", size, 1, folder).parallel)
+    with world.together():
+        for case in cases:
+            name, parts = case.split("@")
+            found = ten_steps(name, at(world, int(parts)), folder)
+            if world.first:
+                torch.save(found, folder / f"{size}-{case}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
