@@ -19,6 +19,7 @@ from .place import Place, Ranks, share_out
 from .sinkhorn import SinkhornSettings, sinkhorn_step, whole
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
+SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}  # along the first axis
 BROADCAST_ELEMENTS = 1 << 25  # updated weights sent in one message, which needs a copy of them
 
 
@@ -182,6 +183,9 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, param in zip(group["names"], group["params"], strict=True):
                 place = self._places[param] = places[name]
+                if place.parts.size > 1 and (group["method"], param.dim()) not in SPLITTABLE:
+                    what = f"{name}: {group['method']} cannot update a {param.dim()}-D parameter that is split"
+                    raise ValueError(f"{what}; its matrices must be whole in one process")
                 kinds[place.parts.size].append((param, place.numel * len(STATE_KEYS[group["method"]])))
         for held in kinds.values():
             owners = share_out([size for _, size in held], self._places[held[0][0]].holders.size)

@@ -7,6 +7,7 @@ same values one, the owner, keeps the optimizer state and computes the update, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -38,8 +39,8 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
     """The owner of each of several indivisible things, so that the fullest of `ranks` has little: the largest first,
     each to the one that has least so far (the lowest number of equals). At most 4/3 of the best possible.
     """
-    loads, owners = [0] * ranks, [0] * len(sizes)
+    loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[i] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[i]] += sizes[i]
+        load, owners[i] = loads[0]
+        heapreplace(loads, (load + sizes[i], owners[i]))
     return owners

@@ -19,6 +19,7 @@ from model import DeepseekV41, ModelConfig, build_model, count
 from optim import Optimizer
 from optim.muon import BATCH_ELEMENTS, COEFFICIENTS
 from optim.optimizer import STATE_KEYS
+from optim.place import share_out
 from train.build import build_optimizer, freeze
 from train.config import Config
 from train.errors import given
@@ -97,9 +98,9 @@ def plan(config: Config) -> Plan:
         gradients[item.kind] += FP32 * item.units * item.numel * (item.method is not None)
     state = dict.fromkeys(STATE_KEYS, 0)
     optimizer_flops = dict.fromkeys(STATE_KEYS, 0.0)
-    for item, units in owned(items):
-        state[item.method] += units * item.state_bytes
-        optimizer_flops[item.method] += units * update_flops(item, config.optim.settings.sinkhorn.iterations)
+    for item in owned(items):
+        state[item.method] += item.units * item.state_bytes
+        optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
     task = config.task
     local = task.seq_len * task.micro_batch * task.accumulation // config.parallel.data_parallel
     costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
@@ -147,20 +148,26 @@ def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iter
             yield Item("dense", method, 1, rows * columns, layout.data_parallel, spans)
 
 
-def owned(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
-    """(item, units) that the fullest rank updates and keeps the state of.
+def owned(items: Sequence[Item]) -> list[Item]:
+    """What the fullest rank updates and keeps the state of: of the ranks that hold the same part of a parameter one
+    owns it, by the rule of ``optim.place.share_out``.
 
-    Whole matrices go round the ranks that hold the same ones, the largest first: unit i belongs to rank i modulo their
-    number, so rank 0 has most.
+    Ranks that hold the same part of a parameter with c copies are strided: rank r has copy r * c // (number of ranks).
     """
-    for kind in KINDS:
-        at = 0
-        trained = [item for item in items if item.kind == kind and item.method]
-        for item in sorted(trained, key=lambda item: -item.state_bytes):
-            units = len(range(-at % item.copies, item.units, item.copies))
-            at += item.units
-            if units:
-                yield item, units
+    trained = [item for item in items if item.method]
+    ranks = max((item.copies for item in trained), default=1)
+    holds: dict[tuple[int, int], list[Item]] = {}
+    for copies in {item.copies for item in trained}:
+        held = [item for item in trained if item.copies == copies]
+        for item, owner in zip(held, share_out([item.units * item.state_bytes for item in held], copies), strict=True):
+            holds.setdefault((copies, owner), []).append(item)
+
+    def of(rank: int) -> list[Item]:
+        return [item for (copies, owner), held in holds.items() if owner == rank * copies // ranks for item in held]
+
+    loads = {key: sum(item.units * item.state_bytes for item in held) for key, held in holds.items()}
+    kinds = {copies for copies, _ in holds}
+    return of(max(range(ranks), key=lambda rank: sum(loads.get((c, rank * c // ranks), 0) for c in kinds)))
 
 
 def update_flops(item: Item, iterations: int) -> float:
@@ -212,11 +219,11 @@ def copy_bytes(config: Config, model: DeepseekV41) -> tuple[list[int], list[int]
 
 def optimizer_working_bytes(items: Sequence[Item]) -> float:
     """Temporary copies in the update: of Muon's batch of matrices, or of the largest table's live rows (up to all)."""
-    mine = list(owned(items))
-    muon = [(item, units) for item, units in mine if item.method == "muon"]
-    largest = max((rows * columns for item, _ in muon for _, rows, columns in item.spans), default=0)
-    batch = min(sum(item.numel * units for item, units in muon), max(largest, BATCH_ELEMENTS["cuda"]))
-    table = max((item.numel for item, _ in mine if item.method == "sinkhorn"), default=0)
+    mine = owned(items)
+    muon = [item for item in mine if item.method == "muon"]
+    largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)
+    batch = min(sum(item.numel * item.units for item in muon), max(largest, BATCH_ELEMENTS["cuda"]))
+    table = max((item.numel for item in mine if item.method == "sinkhorn"), default=0)
     return FP32 * max(6.0 * batch, 3.0 * table)
 
 

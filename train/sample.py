@@ -24,8 +24,12 @@ def sample(
         temperature: 0 takes the likeliest token, anything above draws from softmax(logits / temperature).
         seed: of the draw; the global random state is left alone.
         stop: token id that ends the text early, usually the end-of-sequence id; it is not part of the text.
+
+    A model that is spread over processes must be asked by all of them. They then run equally many steps, whatever the
+    last bits of their numbers make of a token.
     """
-    ends = frozenset() if stop is None else frozenset({stop})
+    spread = max(model.parallel.experts.size, model.parallel.tables.size) > 1
+    ends = frozenset() if stop is None or spread else frozenset({stop})
     (answer,) = generate(model, [Request(tuple(prompt), tokens, temperature, seed=seed, stop=ends)])
-    written = answer.tokens[:-1] if answer.finish == "stop" else answer.tokens
+    written = answer.tokens[: answer.tokens.index(stop)] if stop in answer.tokens else answer.tokens
     return tokenizer.decode(written, skip_special_tokens=False)

@@ -12,7 +12,7 @@ from optim.muon import orthogonalize
 from train.build import build
 from train.config import CONF_DIR, ConfigError, parse
 from train.loop import to_device, train_step
-from train.plan import FP32, GIB, Item, owned, plan, report, update_flops
+from train.plan import GIB, Item, owned, plan, report, update_flops
 
 
 @pytest.mark.parametrize("rules", ["report", "adamw"])
@@ -51,20 +51,14 @@ def test_experts_and_tables_are_split(make_config) -> None:
 
 
 def test_owners_share_whole_matrices() -> None:
-    """The fullest rank's part, against dealing all matrices out one by one."""
-    sizes = [70, 10, 30, 20, 60]
-    items = [Item("dense", "muon", 1, size, 3, ()) for size in sizes]
-    items += [Item("experts", "muon", 5, 7, 2, ()), Item("experts", "adamw", 4, 9, 2, ())]
-    hands = [0, 0, 0]
-    for i, size in enumerate(sorted(sizes, reverse=True)):
-        hands[i % 3] += FP32 * size
-    experts = [0, 0]
-    for i, size in enumerate([2 * FP32 * 9] * 4 + [FP32 * 7] * 5):
-        experts[i % 2] += size
-    found = {"dense": 0, "experts": 0}
-    for item, units in owned(items):
-        found[item.kind] += units * item.state_bytes
-    assert found == {"dense": max(hands), "experts": max(experts)}
+    """The fullest of four ranks, against a distribution by hand: the largest first, to the one that has least."""
+    dense = [Item("dense", "muon", 1, size, 4, ()) for size in (70, 10, 30, 20, 60)]  # 70 | 60 | 30 | 20 + 10
+    experts = [Item("experts", "muon", 5, 7, 2, ()), Item("experts", "adamw", 4, 9, 2, ())]  # 2 * 36 | 35
+    assert sorted(item.numel for item in owned([*dense, *experts])) == [9, 70]
+    twice = [Item("Engram tables", "sinkhorn", 1, 50, 2, ()), *experts]  # 2 * 36 | 50 + 35
+    assert sorted(item.numel for item in owned([*dense, *twice])) == [9, 70]
+    bare = [Item("dense", "muon", 1, 1, 4, ())]  # ranks 2 and 3 hold the table's second copy
+    assert sorted(item.numel for item in owned([*bare, *twice])) == [7, 50]
 
 
 def test_muon_flops_are_those_of_the_products_run() -> None:
