@@ -6,6 +6,7 @@ Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -405,12 +406,15 @@ def allocate_model(
 
 
 @torch.no_grad()
-def indexer_recall(model: DeepseekV41, batch: dict[str, Tensor]) -> Tensor:
+def indexer_recall(
+    model: DeepseekV41, batch: dict[str, Tensor], reduce: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
     """How much of the best possible attention mass each index source's selection holds: fp32 [index sources], in 0..1.
 
     Ground truth is dense attention over all visible entries, in the layers that use the selection (mass summed over
     heads and layers). Recall of a query: mass on its selected entries over the mass on its true top-k; averaged over
-    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch.
+    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch. `reduce`
+    completes the sums where each process has a part of it.
     """
     text, runtime = model.config.text, model.runtime
     inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -431,8 +435,12 @@ def indexer_recall(model: DeepseekV41, batch: dict[str, Tensor]) -> Tensor:
         truth, chosen = truth[rows], chosen[rows].long()
         held = (truth.gather(1, chosen.clamp(min=0)) * (chosen >= 0)).sum(-1)
         best = truth.topk(min(text.index_topk, truth.shape[1]), dim=-1).values.sum(-1)
-        recalls.append((held / best.clamp(min=torch.finfo(torch.float32).tiny)).mean())
-    return torch.stack(recalls) if recalls else torch.empty(0)
+        share = held / best.clamp(min=torch.finfo(torch.float32).tiny)
+        recalls.append(torch.stack([share.sum(), share.new_tensor(share.numel())]))
+    if not recalls:
+        return torch.empty(0)
+    total, number = reduce(torch.stack(recalls)).unbind(-1)
+    return total / number
 
 
 FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")

@@ -44,6 +44,14 @@ class Run:
         """Forward passes of this process in a step."""
         return self.config.task.share(self.world.size)[1]
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of what this process holds of the model once every parameter was trained."""
+        parameters = list(self.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        held = {"weights": parameters, "gradients": trained}
+        sizes = {name: sum(p.numel() * p.element_size() for p in some) for name, some in held.items()}
+        return sizes | {"optimizer state": self.optimizer.state_bytes()}
+
 
 def build(config: Config, world: World | None = None) -> Run:
     """Make everything a run needs, for this process of ``world`` (None: it is the only one).

@@ -149,6 +149,8 @@ class Engine:
         for parameter, count in zip(self.parameters, present.tolist(), strict=True):
             if not count:
                 parameter.grad = None
+            elif parameter.grad is None:  # DeepSpeed passes over a part without a row; its owner steps all the same
+                parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> None:
         """Let the optimizer update, and clear the gradients."""

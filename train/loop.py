@@ -139,21 +139,24 @@ def with_a_token(batch: Batch) -> tuple[Batch, bool]:
 
 
 def probe_recall(run: Run, batch: Batch) -> list[float | None]:
-    """``model.indexer_recall`` of every index source on the first documents of ``batch``, at most ``PROBE_TOKENS``;
-    None where no query sees more entries than the top-k.
+    """``model.indexer_recall`` of every index source on the first documents of all ranks' ``batch``, at most
+    ``PROBE_TOKENS``; None where no query sees more entries than the top-k.
     """
-    lengths = batch["seq_lens"]
-    kept = torch.where(lengths.flatten().cumsum(0) <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
-    probe = {**batch, "seq_lens": kept}
-    if not kept.any():  # the first document alone is longer
+    lengths, world = batch["seq_lens"], run.world
+    before = sum(world.gather(int(lengths.sum()))[: world.rank])
+    kept = torch.where(before + lengths.flatten().cumsum(0) <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
+    if not world.any(bool(kept.any())):  # the first document alone is longer
         if "pixel_values" in batch:
             return []
-        kept[0, 0] = PROBE_TOKENS
+        if world.first:
+            kept[0, 0] = PROBE_TOKENS
+    probe, _ = with_a_token({**batch, "seq_lens": kept})
     if "pixel_values" in batch:
         real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
         grids = batch["image_grid_hws"][: ((batch["vision_token_types"] == IMAGE_START) & real).sum()]
         probe.update(image_grid_hws=grids, pixel_values=batch["pixel_values"][: grids.prod(1).sum()])
-    return [None if math.isnan(value) else value for value in indexer_recall(run.model, probe).tolist()]
+    recall = indexer_recall(run.model, probe, world.sum_)
+    return [None if math.isnan(value) else value for value in recall.tolist()]
 
 
 def train(run: Run, state: State, report: Reporter) -> None:

@@ -99,12 +99,26 @@ def _announce(run: Run, state: State, report: Reporter, folder: Path | None, cha
     report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
     for note in run.notes:
         report.log(note)
+    for line in memory_lines(run.world.gather(run.memory())):
+        report.log(line)
     if folder is None:
         report.log(format_table(run.optimizer.table()))
         return
     report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens")
     for change in changes:
         report.log(f"changed since: {change}")
+
+
+def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
+    """What each rank holds; of many, the range."""
+    if len(ranks) > most:
+        ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
+        shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
+        return [f"memory of {len(ranks)} ranks, each: {shown}"]
+    return [
+        f"memory of rank {number}: " + ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in rank.items())
+        for number, rank in enumerate(ranks)
+    ]
 
 
 def _summarise(run: Run, state: State, report: Reporter) -> None:

@@ -32,10 +32,11 @@ class Group:
         self.processes = []
         for rank, log in enumerate(self.logs):
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             with open(log, "w") as file:
                 process = subprocess.Popen(
-                    [sys.executable, *command], cwd=ROOT, env={**os.environ, **places, **meeting},
+                    [sys.executable, *command], cwd=ROOT, env={**os.environ, **places, **meeting, **own},
                     stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
             self.processes.append(process)

@@ -22,7 +22,8 @@ STEPS, ROWS, LENGTH = 10, 8, 32
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",
         "optim=report", "optim.schedule.warmup_steps=0", "logger.progress=false",
         # Without it AdamW makes whole steps of gradients that are zero but for rounding.
-        "optim.settings.adamw.eps=1.0e-4", "optim.clip=0.3")  # fmt: skip
+        "optim.settings.adamw.eps=1.0e-4", "optim.clip=0.3",
+        "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5")  # fmt: skip
 # The same eight rows a step each time: in as few passes as possible, or in as many.
 CASES = {
     "plain": ("task.micro_batch=8", "task.accumulation=1"),

@@ -69,9 +69,9 @@ def probed(run: Run, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict,
     """The batch that recall is measured on, and the recall."""
     seen = []
 
-    def look(model, batch):
+    def look(model, batch, reduce):
         seen.append(batch)
-        return indexer_recall(model, batch)
+        return indexer_recall(model, batch, reduce)
 
     monkeypatch.setattr(loop, "PROBE_TOKENS", limit)
     monkeypatch.setattr(loop, "indexer_recall", look)
