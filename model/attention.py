@@ -107,6 +107,7 @@ class Attention(nn.Module):
         self.config, self.heads, self.dim, self.groups = config, heads, dim, groups
         self.ratio = config.ratio(layer)
         self.scale = dim**-0.5
+        self.in_decoder = layer >= config.decoder_start
         self.makes_candidates = layer == config.candidate_source_layer_id
         self.wq_a = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
@@ -131,27 +132,28 @@ class Attention(nn.Module):
         q = rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors)
         window_kv = fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
         if self.compressor is not None:
-            shared = self._compress(x, pack.entries[self.ratio], shared, runtime, cache)
+            shared = self.compress(x, pack, shared, runtime, cache)
         lesson = None
         if self.indexer is not None:
             shared, lesson = self._index(x, q_lat, pack, shared, runtime)
             if cache is not None and cache.decoding:
                 shared = replace(shared, chosen_kv=cache.chosen(shared.topk_indices, q.dtype))
+        window_start = pack.decoder_window_start if self.in_decoder else pack.window_start
         if cache is None:
             entries = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
-            out, mass = self._attend(q, window_kv, pack.window_start, *entries, runtime)
+            out, mass = self._attend(q, window_kv, window_start, *entries, runtime)
         else:
             out, mass = self._attend_cached(q, window_kv, shared, runtime, cache), None
         truth = None
         if runtime.probe and self.ratio:
             seen = pack.entries[self.ratio]
             span = (seen.visible_from, seen.visible_to)
-            truth = full_mass(q, window_kv, pack.window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
+            truth = full_mass(q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
         return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass, truth)
 
-    def _compress(
-        self, x: Tensor, entries: Entries, shared: Shared, runtime: Runtime, cache: LayerCache | None
-    ) -> Shared:
+    def compress(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None) -> Shared:
+        """The Full layer's own part: compressed entries and index keys of x [T, d]."""
+        entries = pack.entries[self.ratio]
         projected = self.compressor.project(x)
         if cache is not None:
             projected = cache.open_groups(*projected)

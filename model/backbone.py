@@ -6,7 +6,7 @@ Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,24 +24,36 @@ from model.init import init_weights
 from model.loss import Objective, cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
 from model.norm import RMSNorm
-from model.pack import Pack, build_pack
+from model.pack import Pack, bound_windows, build_pack, prompt_lengths
 from model.parallel import ONE_PROCESS, Parallel, mark_shards
 from model.table import Head, Lookup, Table
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
-class BlockResult(NamedTuple):
-    """What a block hands on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state; and
-    what it reports: its attention's lesson and masses (see `Attended`) and its routing.
-    """
+class State(NamedTuple):
+    """What blocks hand on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state."""
 
     streams: Tensor
     pre_mix: Tensor
     shared: Shared
+
+    def at(self, tokens: Tensor) -> State:
+        """Of some of the tokens (int64), in front of a Full layer, which renews the cross-layer state."""
+        return State(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), Shared())
+
+
+class BlockResult(NamedTuple):
+    """The state behind a block, and what it reports: its attention's lesson and masses (see `Attended`), routing."""
+
+    state: State
     lesson: Lesson | None
     mass: Tensor | None
     full_mass: Tensor | None
     routing: Routing
+
+    @property
+    def shared(self) -> Shared:
+        return self.state.shared
 
 
 class Block(nn.Module):
@@ -59,9 +71,7 @@ class Block(nn.Module):
 
     def forward(
         self,
-        streams: Tensor,
-        pre_mix: Tensor,
-        shared: Shared,
+        state: State,
         lookup: Lookup | None,
         pack: Pack,
         runtime: Runtime,
@@ -71,18 +81,23 @@ class Block(nn.Module):
         """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the
         Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`.
         """
-        if self.engram is not None:
-            streams = self.engram(streams, lookup, pack)
+        streams = self._recall(state.streams, lookup, pack)
         mix = self.hc_attn(streams)
-        attended = self.attn(self.attn_norm(collapse(streams, pre_mix)), pack, shared, runtime, cache)
+        attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), pack, state.shared, runtime, cache)
         streams = expand(streams, attended.output, mix.post, mix.comb)
         pre_mix = mix.pre
         mix = self.hc_ffn(streams)
         y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack, replay)
-        streams = expand(streams, y, mix.post, mix.comb)
-        return BlockResult(
-            streams, mix.pre, attended.shared, attended.lesson, attended.mass, attended.full_mass, routing
-        )
+        state = State(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
+        return BlockResult(state, attended.lesson, attended.mass, attended.full_mass, routing)
+
+    def remember(self, state: State, lookup: Lookup | None, pack: Pack, runtime: Runtime, cache: LayerCache) -> None:
+        """Only what a Full layer adds to the cache's main KV and index keys."""
+        streams = self._recall(state.streams, lookup, pack)
+        self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), pack, state.shared, runtime, cache)
+
+    def _recall(self, streams: Tensor, lookup: Lookup | None, pack: Pack) -> Tensor:
+        return streams if self.engram is None else self.engram(streams, lookup, pack)
 
 
 class Trace(NamedTuple):
@@ -176,6 +191,7 @@ class DeepseekV41(nn.Module):
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
         routing: Tensor | None = None,
+        replay_start: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Output:
         """Whole logits, for inference and comparison.
@@ -183,10 +199,10 @@ class DeepseekV41(nn.Module):
         input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens
         int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
         [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END); routing
-        int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones. Logits
-        at padding are zero.
+        int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones;
+        replay_start int64 [B, documents]: see `build_pack`. Logits at padding are zero.
         """
-        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         logits = self.head(trace.hidden).float()
         loss = None
@@ -221,13 +237,14 @@ class DeepseekV41(nn.Module):
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
         routing: Tensor | None = None,
+        replay_start: Tensor | None = None,
         objective: Objective | None = None,
     ) -> Losses:
         """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`.
 
         `objective` takes the place of the cross-entropy; `lm_sum` is then its sum.
         """
-        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = self._targets(labels, pack)
         taught = targets >= 0
@@ -260,6 +277,16 @@ class DeepseekV41(nn.Module):
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
+    def _pack(self, input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start) -> Pack:
+        """The layout of a batch; where the runtime asks for it, with the decoder's windows bounded as in generation."""
+        text = self.config.text
+        pack = build_pack(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
+        if not self.runtime.decoder_replay or labels is None:
+            return pack
+        start = (prompt_lengths(pack, pack.flatten(labels)) - text.sliding_window).clamp(min=0)[pack.document]
+        bounded = bound_windows(pack.window_start, pack.position, pack.document_start, start)
+        return replace(pack, decoder_window_start=bounded)
+
     def _targets(self, labels: Tensor, pack: Pack) -> Tensor:
         """int64 [T]: the token that each position is trained to predict, -100 for none."""
         if labels.shape != (pack.rows, pack.row_length):
@@ -278,48 +305,75 @@ class DeepseekV41(nn.Module):
             check_routing(self.config.text, routing, pack.rows, pack.row_length)
             routing = pack.flatten(routing).long()
         tokens = pack.flatten(input_ids)
-        x = self._embed(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
-        return self._run(x, tokens, pack, routing)
-
-    def _run(
-        self, x: Tensor, tokens: Tensor, pack: Pack, routing: Tensor | None = None, step: Step | None = None
-    ) -> Trace:
-        """All blocks on embeddings x [T, d] of tokens int64 [T]; `routing` int64 [T, layers, k] prescribes experts;
-        with `step` they continue what a cache holds.
-        """
-        text, lookups = self.config.text, self._look_up(tokens, pack, step)
-        streams = x.unsqueeze(1).repeat(1, text.hc_mult, 1)
-        if self.parallel.experts.size > 1 and torch.is_grad_enabled() and not streams.requires_grad:
-            streams.requires_grad_()  # what is trained may hang on the batch, the exchanges of the backward must not
-        pre_mix = torch.zeros(pack.tokens, text.hc_mult, dtype=torch.float32, device=x.device)
-        pre_mix[:, 0] = 1.0
-        shared = Shared()
+        x = self.embed_batch(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
+        layers = range(self.config.text.num_hidden_layers)
+        lookups = self.look_up(layers, tokens, pack)
+        entering = [self.enter(x)]
         blocks: list[BlockResult] = []
-        entering: list[Tensor] = []
-        for layer, block in enumerate(self.layers):
-            entering.append(streams)
-            lookup = lookups.pop(layer).arrived() if layer in lookups else None
+        for layer in layers:
             replay = None if routing is None else routing[:, layer]
-            arguments = (streams, pre_mix, shared, lookup, pack, self.runtime, replay, step and step.layer(layer))
-            if self.runtime.recompute and torch.is_grad_enabled():
-                result = checkpoint(block, *arguments, use_reentrant=False)
-            else:
-                result = block(*arguments)
-            streams, pre_mix, shared = result.streams, result.pre_mix, result.shared
-            blocks.append(result)
-        return Trace(self.norm(collapse(streams, pre_mix)), blocks, entering)
+            blocks.append(self.advance(layer, entering[-1], lookups, pack, replay))
+            entering.append(blocks[-1].state)
+        return Trace(self.leave(entering.pop()), blocks, [state.streams for state in entering])
 
-    def _look_up(self, tokens: Tensor, pack: Pack, step: Step | None) -> dict[int, Lookup]:
-        """Engram's lookups by layer. They depend on tokens alone: where tables are sharded, the rows of the whole batch
-        are on their way before the first block.
+    def look_up(
+        self, layers: Iterable[int], tokens: Tensor, pack: Pack, step: Step | None = None
+    ) -> dict[int, Lookup]:
+        """Engram's lookups of some layers. They depend on tokens alone: where tables are sharded, the rows of the whole
+        batch are on their way before the first block.
         """
         text, known, found = self.config.text, self.token_map, {}
-        for layer in text.engram_layer_ids:
+        for layer in set(layers).intersection(text.engram_layer_ids):
             rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
             found[layer] = self.layers[layer].engram.embed.look_up(rows)
         return found
 
-    def _embed(self, tokens: Tensor, pack: Pack, pixel_values, image_grid_hws, vision_token_types) -> Tensor:
+    def enter(self, x: Tensor) -> State:
+        """What the first block is given: embeddings [T, d] in every stream."""
+        n = self.config.text.hc_mult
+        streams = x.unsqueeze(1).repeat(1, n, 1)
+        if self.parallel.experts.size > 1 and torch.is_grad_enabled() and not streams.requires_grad:
+            streams.requires_grad_()  # what is trained may hang on the batch, the exchanges of the backward must not
+        pre_mix = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
+        pre_mix[:, 0] = 1.0
+        return State(streams, pre_mix, Shared())
+
+    def advance(
+        self,
+        layer: int,
+        state: State,
+        lookups: dict[int, Lookup],
+        pack: Pack,
+        replay: Tensor | None = None,
+        step: Step | None = None,
+    ) -> BlockResult:
+        """One block on the pack's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use; with
+        `step` the tokens follow what a cache holds.
+        """
+        lookup = lookups.pop(layer).arrived() if layer in lookups else None
+        arguments = (state, lookup, pack, self.runtime, replay, step and step.layer(layer))
+        if self.runtime.recompute and torch.is_grad_enabled():
+            return checkpoint(self.layers[layer], *arguments, use_reentrant=False)
+        return self.layers[layer](*arguments)
+
+    def remember(self, layer: int, state: State, step: Step) -> None:
+        """Of Full layer `layer`, only the part that puts compressed entries into the cache."""
+        lookup = self.look_up([layer], step.ids, step.pack, step).get(layer)
+        lookup = lookup and lookup.arrived()
+        self.layers[layer].remember(state, lookup, step.pack, self.runtime, step.layer(layer))
+
+    def leave(self, state: State) -> Tensor:
+        """Hidden states [T, d] behind the last block, for the head."""
+        return self.norm(collapse(state.streams, state.pre_mix))
+
+    def embed_batch(
+        self,
+        tokens: Tensor,
+        pack: Pack,
+        pixel_values: Tensor | None,
+        image_grid_hws: Tensor | None,
+        vision_token_types: Tensor | None,
+    ) -> Tensor:
         """[T, d]: token embeddings, with image spans replaced by tower features and the three learned vectors."""
         x = self.embed(tokens)
         if (pixel_values is None) != (image_grid_hws is None):

@@ -37,13 +37,14 @@ PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every rati
 
 @dataclass
 class Row:
-    """One sequence: tokens passed, its pages, the first position its window ring holds, and (token id, is image) of its
-    last tokens.
+    """One sequence: tokens passed, its pages, the first positions that the window rings of encoder and decoder have
+    seen, and (token id, is image) of its last tokens.
     """
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
     window_from: int = 0
+    decoder_from: int = 0
     history: list[tuple[int, bool]] = field(default_factory=list)
 
 
@@ -57,12 +58,15 @@ class Store:
 
     def fit(self, capacity: int, like: Tensor) -> None:
         """Make room for `capacity` places of rows like those of `like` [N, width]."""
-        if self.tensors and self.tensors[0].shape[0] >= capacity:
-            return
-        self.width = like.shape[1]
-        parts = self._parts(like[:0])
-        kept = self.tensors or parts
-        self.tensors = tuple(_enlarged(old, capacity, part) for old, part in zip(kept, parts, strict=True))
+        if not self.tensors:
+            self.width = like.shape[1]
+            self.tensors = self._parts(like[:0])
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """The same for a store that has been written to."""
+        if self.tensors[0].shape[0] < capacity:
+            self.tensors = tuple(_enlarged(tensor, capacity) for tensor in self.tensors)
 
     def write(self, places: Tensor, x: Tensor) -> None:
         """x [N, width] to int64 places [N]."""
@@ -92,24 +96,33 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _enlarged(old: Tensor, capacity: int, like: Tensor) -> Tensor:
+def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
     """Zeros behind: places that nobody has written are read (and masked) too, and must be numbers."""
-    new = torch.zeros(capacity, *_bytes(like).shape[1:], dtype=_bytes(like).dtype, device=like.device)
-    new[: old.shape[0]] = _bytes(old)
-    return new.view(like.dtype)
+    old = _bytes(tensor)
+    new = old.new_zeros(capacity, old.shape[1])
+    new[: old.shape[0]] = old
+    return new.view(tensor.dtype)
 
 
 class Cache:
     """State of many sequences. `open` gives a row number, `close` frees it for another sequence.
 
     kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
+    prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
     """
 
-    def __init__(self, config: TextConfig, kv_quant: bool = True, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: TextConfig,
+        kv_quant: bool = True,
+        prefix_tokens: int = 0,
+        device: torch.device | str = "cpu",
+    ):
         self.config, self.device = config, torch.device(device)
         layers = range(config.num_hidden_layers)
         self.ratios = sorted({config.ratio(layer) for layer in layers} - {0})
-        whole = config.candidate_block_size * math.lcm(*self.ratios)
+        self.group = math.lcm(*self.ratios)
+        whole = config.candidate_block_size * self.group
         self.page_tokens = -(-PAGE_TOKENS // whole) * whole
         sources = config.kv_source_layer_ids
         self.main = {n: Store(KV_MAIN if kv_quant else None, self.device) for n in sources}
@@ -118,9 +131,16 @@ class Cache:
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
         self.open_gates = {n: Store(None, self.device) for n in self.open_values}
         self.rows: list[Row | None] = []
-        self.pages = 0  # made so far
+        self.uses: list[int] = []  # of every page made: owners (sequences and the prefix index)
         self.free_pages: list[int] = []
+        self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
+        self.prefix_pages = prefix_tokens // self.page_tokens
         self.frequencies = {c: inverse_frequencies(config, compressed=c) for c in (False, True)}
+
+    @property
+    def pages(self) -> int:
+        """Pages made so far."""
+        return len(self.uses)
 
     def open(self) -> int:
         """A row for a new sequence."""
@@ -131,18 +151,97 @@ class Cache:
         return row
 
     def close(self, row: int) -> None:
-        self.free_pages += self.rows[row].pages
+        for page in self.rows[row].pages:
+            self._release(page)
         self.rows[row] = None
 
     def reserve(self, row: int, length: int) -> None:
         """Give a row the pages that `length` tokens need."""
         pages = self.rows[row].pages
         while len(pages) * self.page_tokens < length:
-            if not self.free_pages:
-                grown = max(1, self.pages // 2)
-                self.free_pages = list(range(self.pages, self.pages + grown))
-                self.pages += grown
-            pages.append(self.free_pages.pop(0))
+            pages.append(self._new_page())
+
+    def _new_page(self) -> int:
+        if not self.free_pages:
+            more = max(1, self.pages // 2)
+            self.free_pages = list(range(self.pages, self.pages + more))
+            self.uses += [0] * more
+        page = self.free_pages.pop(0)
+        self.uses[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self.uses[page] -= 1
+        if not self.uses[page]:
+            self.free_pages.append(page)
+
+    def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """Offer a row's whole pages, filled by `tokens`, to sequences that begin alike. What a sequence computed after
+        a hit of its own is not exact and is not offered.
+        """
+        state, size = self.rows[row], self.page_tokens
+        if not self.prefix_pages or state.window_from:
+            return
+        before = -1
+        for number in range(min(len(tokens), state.length) // size):
+            key = (before, *tokens[number * size : (number + 1) * size])
+            if key not in self.prefixes:
+                self.prefixes[key] = state.pages[number]
+                self.uses[state.pages[number]] += 1
+            before = self.prefixes[key]
+        self._touch(tokens)
+        while len(self.prefixes) > self.prefix_pages:
+            self._release(self.prefixes.pop(next(iter(self.prefixes))))
+
+    def reuse_prefix(self, row: int, prompt: Sequence[int]) -> int:
+        """Start a new row with what is kept for the beginning of its prompt; how many tokens need no pass.
+
+        Only main KV and index keys are kept, so the last `sliding_window` tokens of the hit are passed again (SWA
+        bounded replay, V4.1 report): from the position s that is returned on, window keys before s do not exist, and
+        entries from s on are the row's own. (s is moved down to a whole compression group, if need be.)
+        """
+        state, size = self.rows[row], self.page_tokens
+        hit = self._touch(prompt[:-1])
+        start = max(0, len(hit) * size - self.config.sliding_window) // self.group * self.group
+        state.pages = hit[: start // size]
+        for page in state.pages:
+            self.uses[page] += 1
+        if start % size:
+            state.pages.append(self._copy_of(hit[start // size]))
+        state.length = state.window_from = state.decoder_from = start
+        back = self.config.engram_max_ngram_size - 1
+        state.history = [(token, False) for token in prompt[max(0, start - back) : start]]
+        return start
+
+    def _touch(self, tokens: Sequence[int]) -> list[int]:
+        """The kept pages that `tokens` begin with; they become the youngest, the first page last."""
+        keys, before, size = [], -1, self.page_tokens
+        for at in range(0, len(tokens) - size + 1, size):
+            key = (before, *tokens[at : at + size])
+            if key not in self.prefixes:
+                break
+            keys.append(key)
+            before = self.prefixes[key]
+        pages = [self.prefixes[key] for key in keys]
+        for key in reversed(keys):
+            self.prefixes[key] = self.prefixes.pop(key)
+        return pages
+
+    def drop_prefixes(self) -> None:
+        """Forget what is kept for other sequences, for example because the weights have changed."""
+        for page in self.prefixes.values():
+            self._release(page)
+        self.prefixes.clear()
+
+    def _copy_of(self, page: int) -> int:
+        copy = self._new_page()
+        for stores in (self.main, self.index):
+            for layer, store in stores.items():
+                size = self.page_tokens // self.config.ratio(layer)
+                store.grow(self.pages * size)
+                for tensor in map(_bytes, store.tensors):
+                    tensor[copy * size : (copy + 1) * size] = tensor[page * size : (page + 1) * size]
+        return copy
 
     def stores(self) -> dict[str, Store]:
         """Every store under the name it is saved by."""
@@ -151,21 +250,23 @@ class Cache:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers, copies of what the cache holds now."""
-        rows = [row and {**vars(row), "pages": list(row.pages), "history": list(row.history)} for row in self.rows]
+        rows = [row and vars(_row(vars(row))) for row in self.rows]
         tensors = {name: [t.clone() for t in store.tensors] for name, store in self.stores().items()}
         widths = {name: store.width for name, store in self.stores().items()}
         return {
             "rows": rows,
-            "pages": self.pages,
+            "uses": list(self.uses),
             "free_pages": list(self.free_pages),
+            "prefixes": [[list(key), page] for key, page in self.prefixes.items()],
             "tensors": tensors,
             "widths": widths,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        self.rows = [row and Row(**{**row, "pages": list(row["pages"])}) for row in state["rows"]]
-        self.pages, self.free_pages = state["pages"], list(state["free_pages"])
+        self.rows = [row and _row(row) for row in state["rows"]]
+        self.uses, self.free_pages = list(state["uses"]), list(state["free_pages"])
+        self.prefixes = {tuple(key): page for key, page in state["prefixes"]}
         for name, store in self.stores().items():
             store.tensors = tuple(t.to(self.device, copy=True) for t in state["tensors"][name])
             store.width = state["widths"][name]
@@ -173,6 +274,11 @@ class Cache:
     def entry_bytes(self) -> int:
         """Bytes of the storage that grows with the context: main KV and index keys, of all pages made."""
         return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
+
+
+def _row(state: dict[str, Any]) -> Row:
+    """A copy of its own."""
+    return Row(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})
 
 
 class WindowAxis(NamedTuple):
@@ -193,39 +299,98 @@ class WindowAxis(NamedTuple):
         return x.new_full((len(self.source), *x.shape[1:]), fill).index_copy(0, self.place, x)
 
 
+@dataclass
+class Span:
+    """A sequence's part of a step: `past` tokens went before, the last of them in `history`; the window begins at
+    `window_from` at the earliest.
+    """
+
+    row: int
+    tokens: list[int]
+    image: list[bool]
+    past: int
+    window_from: int
+    history: list[tuple[int, bool]]
+
+    def cut(self, begin: int, end: int, window_from: int, back: int) -> Span:
+        """Tokens begin..end of the span."""
+        history = (self.history + list(zip(self.tokens, self.image, strict=True))[:begin])[-back:]
+        cut = slice(begin, end)
+        return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
+
+
 class Step:
     """One pass over new tokens. `pack` holds the new tokens only, a document for each sequence, with positions and
     visible entries that count what is cached. A step in which every sequence has one token decodes: each query then
     has its own range of slots and brings its own keys.
     """
 
-    def __init__(self, cache: Cache, rows: Sequence[int], tokens: Sequence[Sequence[int]], image: Tensor | None = None):
-        """`tokens[i]` follow what row `rows[i]` holds; image bool [T] marks image positions."""
-        self.cache, self.config = cache, cache.config
-        self.states = [cache.rows[row] for row in rows]
-        self.past = [state.length for state in self.states]
-        self.counts = [len(t) for t in tokens]
+    def __init__(self, cache: Cache, spans: Sequence[Span]):
+        self.cache, self.config, self.spans = cache, cache.config, spans
+        self.counts = [len(span.tokens) for span in spans]
         self.decoding = all(count == 1 for count in self.counts)
-        for row, past, count in zip(rows, self.past, self.counts, strict=True):
-            cache.reserve(row, past + count)
-        self.row = torch.tensor(rows)
-        count, past = torch.tensor(self.counts), torch.tensor(self.past)
+        for span in spans:
+            cache.reserve(span.row, span.past + len(span.tokens))
+        self.row = torch.tensor([span.row for span in spans])
+        self.window_from = torch.tensor([span.window_from for span in spans])
+        self.host_past = past = torch.tensor([span.past for span in spans])
+        self.host_count = count = torch.tensor(self.counts)
         self.start = count.cumsum(0) - count
-        self.document = torch.repeat_interleave(torch.arange(len(rows)), count)
+        self.document = torch.repeat_interleave(torch.arange(len(spans)), count)
         self.offset = torch.arange(len(self.document)) - self.start[self.document]
         self.position = past[self.document] + self.offset
-        self.host_past, self.host_count = past, count
-        depth = max(len(state.pages) for state in self.states)
-        self.pages = torch.tensor([state.pages + [0] * (depth - len(state.pages)) for state in self.states])
-        self.ids = torch.tensor([token for part in tokens for token in part])
-        self.image = None if image is None else image.cpu()
+        owned = [cache.rows[span.row].pages for span in spans]
+        depth = max(map(len, owned))
+        self.pages = torch.tensor([pages + [0] * (depth - len(pages)) for pages in owned])
+        self.ids = self.on_device(torch.tensor([token for span in spans for token in span.tokens]))
         self.pack = self._pack()
+
+    @classmethod
+    def after(
+        cls,
+        cache: Cache,
+        rows: Sequence[int],
+        tokens: Sequence[list[int]],
+        images: Sequence[list[bool]] | None = None,
+    ) -> Step:
+        """`tokens[i]` follow what row `rows[i]` holds; `images[i]` marks its image positions."""
+        spans = []
+        for i, row in enumerate(rows):
+            state = cache.rows[row]
+            image = images[i] if images else [False] * len(tokens[i])
+            spans.append(Span(row, tokens[i], image, state.length, state.window_from, state.history))
+        return cls(cache, spans)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether the decoder's part of this step differs, in its tokens or in the window they see."""
+        rows, window = self.cache.rows, self.config.sliding_window
+        pairs = [(span, rows[span.row].decoder_from) for span in self.spans]
+        return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
+
+    def split(self) -> tuple[Half | None, Half | None]:
+        """For the decoder: the tokens before each row's `decoder_from` and those from it on; None where there are
+        none.
+        """
+        early, late = [], []
+        back = self.config.engram_max_ngram_size - 1
+        for span in self.spans:
+            begin = self.cache.rows[span.row].decoder_from
+            at = min(max(0, begin - span.past), len(span.tokens))
+            early.append(span.cut(0, at, span.window_from, back))
+            late.append(span.cut(at, len(span.tokens), begin, back))
+        is_late = self.offset >= torch.tensor([len(span.tokens) for span in early])[self.document]
+        parts = []
+        for spans, mine in ((early, ~is_late), (late, is_late)):
+            spans = [span for span in spans if span.tokens]
+            parts.append(Half(Step(self.cache, spans), self.on_device(mine.nonzero().flatten())) if spans else None)
+        return parts[0], parts[1]
 
     def on_device(self, x: Tensor) -> Tensor:
         return x.to(self.cache.device, non_blocking=True)
 
     def _pack(self) -> Pack:
-        device, frequencies = self.cache.device, self.cache.frequencies
+        frequencies = self.cache.frequencies
         position = self.on_device(self.position)
         start = self.on_device(self.start[self.document])
         return Pack(
@@ -235,13 +400,18 @@ class Step:
             document=self.on_device(self.document),
             document_start=start,
             document_lengths=self.on_device(self.host_count),
-            window_start=start,  # unused: see `window_axis`
+            window_start=start,  # neither is used: see `WindowAxis`
+            decoder_window_start=start,
             position=position,
-            image=None if self.image is None else self.image.to(device),
+            image=self._image(),
             phasors=rotations(position, frequencies[False]),
             phasors_yarn=rotations(position, frequencies[True]),
             entries={r: self._entries(r) for r in self.cache.ratios},
         )
+
+    def _image(self) -> Tensor | None:
+        flags = [flag for span in self.spans for flag in span.image]
+        return self.on_device(torch.tensor(flags)) if any(flags) else None
 
     def _entries(self, ratio: int) -> Entries:
         """Of the new entries: members in (open group of each sequence, new tokens) and phasors; of the queries: what
@@ -251,12 +421,12 @@ class Step:
         owner, number = self._new_entries(ratio)
         token = number[:, None] * ratio + torch.arange(ratio) - self.host_past[owner, None]  # < 0: before this step
         open_token = owner[:, None] * ratio + token + self.host_past[owner, None] % ratio
-        new_token = len(self.states) * ratio * (ratio > 1) + self.start[owner, None] + token
+        new_token = len(self.spans) * ratio * (ratio > 1) + self.start[owner, None] + token
         first = self.document * own
         last = first + (self.position + 1) // ratio
         return Entries(
             ratio=ratio,
-            slots=len(self.states) * own,
+            slots=len(self.spans) * own,
             members=self.on_device(torch.where(token < 0, open_token, new_token)),
             phasors=rotations(self.on_device(number * ratio), self.cache.frequencies[True]),
             visible_from=self.on_device(first),
@@ -277,18 +447,19 @@ class Step:
     @cached_property
     def engram_axis(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """(tokens, start of each one's sequence, image or None, place of the new tokens) with the history in front."""
-        ids, start, image, place = [], [], [], []
-        masks = self.image.tolist() if self.image is not None else None
-        at = 0
-        for state, first, count in zip(self.states, self.start.tolist(), self.counts, strict=True):
-            begin, history = len(ids), state.history
-            ids += [token for token, _ in history] + self.ids[first : first + count].tolist()
-            image += [m for _, m in history] + (masks[first : first + count] if masks else [False] * count)
+        ids: list[int] = []
+        image: list[bool] = []
+        start: list[int] = []
+        place: list[int] = []
+        for span in self.spans:
+            begin, new = len(ids), len(ids) + len(span.history)
+            ids += [token for token, _ in span.history] + span.tokens
+            image += [flag for _, flag in span.history] + span.image
             start += [begin] * (len(ids) - begin)
-            place += range(len(ids) - count, len(ids))
-            at += count
+            place += range(new, len(ids))
         masked = self.on_device(torch.tensor(image)) if any(image) else None
-        return *(self.on_device(torch.tensor(x)) for x in (ids, start)), masked, self.on_device(torch.tensor(place))
+        ids, start, place = (self.on_device(torch.tensor(x)) for x in (ids, start, place))
+        return ids, start, masked, place
 
     def engram_rows(self, layer: int, token_map: Tensor) -> Tensor:
         """Rows int64 [T, G] of Engram layer `layer` (a backbone layer id) for the new tokens."""
@@ -301,11 +472,10 @@ class Step:
     def commit(self) -> None:
         """Count the step's tokens as passed; every layer has stored its part by then."""
         back = self.config.engram_max_ngram_size - 1
-        masks = self.image.tolist() if self.image is not None else [False] * len(self.document)
-        seen = list(zip(self.ids.tolist(), masks, strict=True))
-        for state, first, count in zip(self.states, self.start.tolist(), self.counts, strict=True):
-            state.length += count
-            state.history = (state.history + seen[first : first + count])[-back:]
+        for span in self.spans:
+            state, end = self.cache.rows[span.row], len(span.tokens)
+            state.length += end
+            state.history = span.cut(end, end, 0, back).history
 
     # --- layouts that several layers share
 
@@ -327,14 +497,12 @@ class Step:
         """bool [B, W]: ring places that hold nothing of the sequence's window, after this step's token."""
         window = self.config.sliding_window
         age = (self.position[:, None] - torch.arange(window)) % window
-        first = torch.tensor([state.window_from for state in self.states])
-        return self.on_device(self.position[:, None] - age < first[:, None])
+        return self.on_device(self.position[:, None] - age < self.window_from[:, None])
 
     @cached_property
     def axis(self) -> WindowAxis:
-        window, sequences = self.config.sliding_window, len(self.states)
-        first = torch.tensor([state.window_from for state in self.states])
-        kept = (self.host_past - first).clamp(max=window - 1)  # past keys that some query sees
+        window, sequences = self.config.sliding_window, len(self.spans)
+        kept = (self.host_past - self.window_from).clamp(max=window - 1)  # past keys that some query sees
         total = kept + self.host_count
         start = total.cumsum(0) - total
         owner = torch.repeat_interleave(torch.arange(sequences), total)
@@ -355,6 +523,13 @@ class Step:
     @cached_property
     def device_pages(self) -> Tensor:
         return self.on_device(self.pages)
+
+
+class Half(NamedTuple):
+    """A step over some of another's tokens, and int64 which ones."""
+
+    step: Step
+    kept: Tensor
 
 
 class LayerCache:

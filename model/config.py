@@ -123,6 +123,13 @@ class TextConfig:
         return max((s for s in self.index_source_layer_ids if s <= layer), default=None) if self.ratio(layer) else None
 
     @property
+    def decoder_start(self) -> int:
+        """First layer of the decoder: the last Full layer, whose entries and those after it come from its input, the
+        encoder's final state.
+        """
+        return max(self.kv_source_layer_ids, default=self.num_hidden_layers)
+
+    @property
     def engram_hash_heads(self) -> int:
         """Table rows read per token and layer: one for each n-gram order (2..max) and hash head."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
@@ -242,6 +249,9 @@ class Runtime:
     attention: "sparse" is the linear-cost path, "dense" the plain masked reference beside it.
     kv_quant: FP4 fake quantisation of the shared main KV (QAT); the other two quantisers always belong to the forward.
     candidate_pool: apply the hierarchical indexer's candidate restriction.
+    decoder_replay: the decoder passes over the last `sliding_window` tokens of a prompt only (SWA bounded replay):
+        generation saves the rest, training hides from a document's tokens what they would then not see (its prompt
+        ends before its first supervised token).
     recompute: activation checkpointing of every block.
     train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
     probe: also compute the attention mass over all visible entries (quadratic; see `model.indexer_recall`).
@@ -251,6 +261,7 @@ class Runtime:
     attention: Literal["sparse", "dense"] = "sparse"
     kv_quant: bool = True
     candidate_pool: bool = True
+    decoder_replay: bool = False
     recompute: bool = False
     train_indexer: bool = True
     probe: bool = False

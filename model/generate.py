@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from model.backbone import DeepseekV41
 from model.cache import Cache, Step
+from model.pack import build_pack
 
 
 @dataclass(frozen=True)
 class Request:
     """What to continue and how. temperature 0 takes the likeliest token; top_p keeps the likeliest tokens that together
-    reach it; a token of `stop` ends the sample and is its last token.
+    reach it; a token of `stop` ends the sample and is its last token. images: `pixel_values`, `image_grid_hws` and
+    `vision_token_types` (int64 [len(prompt)]) of a prompt with images, as in a batch.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +35,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     stop: frozenset[int] = frozenset()
+    images: dict[str, Tensor] | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -41,7 +44,9 @@ class Sample:
 
     log_probs: of each token under the distribution it was drawn from, temperature and top_p included (greedy: under
     temperature 1). routing int16 [len(prompt) + len(tokens) - 1, layers, k]: the experts chosen at every position that
-    the model has seen (None unless recorded). versions: of the policy that drew each token. finish: "stop", "length",
+    the model has seen (None unless recorded), -1 where a bounded replay left positions out. replay_start: with prefix
+    reuse, the position from which the tokens were passed (0 = all); training on the sample simulates it with a batch's
+    `replay_start`. versions: of the policy that drew each token. finish: "stop", "length",
     or None while it runs. id: what `submit` returned.
     """
 
@@ -52,28 +57,42 @@ class Sample:
     routing: Tensor | None = None
     versions: list[int] = field(default_factory=list)
     finish: str | None = None
+    replay_start: int = 0
 
 
 @dataclass
 class _Running:
-    """A sample in the making: its cache row (None until it is its turn) and the routing of the passes so far."""
+    """A sample in the making: its cache row (None until it is its turn), the routing of the passes so far, and, of a
+    prompt with images, its embeddings [len(prompt), d] until it is prefilled.
+    """
 
     sample: Sample
     row: int | None = None
     routing: list[Tensor] = field(default_factory=list)
+    embeddings: Tensor | None = None
 
     def ahead(self, passed: int) -> list[int]:
         """Tokens that the model has not seen yet, when it has seen `passed`."""
         prompt = self.sample.request.prompt
         return [*prompt[passed:], *self.sample.tokens[max(0, passed - len(prompt)) :]]
 
+    def image_flags(self, passed: int, count: int) -> list[bool]:
+        """Which of the next tokens belong to images."""
+        images = self.sample.request.images
+        flags = [] if images is None else (images["vision_token_types"][passed : passed + count] >= 0).tolist()
+        return flags + [False] * (count - len(flags))
+
 
 class Generator:
     """Continuous batching over one cache.
 
     max_running: sequences that run at once, others wait in order. prefill_tokens: prompt tokens of one pass; longer
-    prompts are prefilled in chunks. record_routing: fill `Sample.routing`. The policy may change between steps: set
-    `version`, and the tokens from then on carry it.
+    prompts are prefilled in chunks. record_routing: fill `Sample.routing`. prefix_tokens: keep the main KV and index
+    keys of so many tokens for prompts that begin alike; a hit is followed by bounded replay, which is an approximation:
+    samples then depend on what was kept. The policy may change between steps: set `version`, and the tokens from then
+    on carry it (and what was kept for others is forgotten).
+
+    With `runtime.decoder_replay` the decoder passes over the last `sliding_window` tokens of each prompt only.
     """
 
     def __init__(
@@ -83,17 +102,29 @@ class Generator:
         max_running: int = 64,
         prefill_tokens: int = 4096,
         record_routing: bool = False,
+        prefix_tokens: int = 0,
         version: int = 0,
     ):
         for name, value in (("max_running", max_running), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: is {value}, must be at least 1")
-        self.model, self.version, self.record_routing = model, version, record_routing
+        self.model, self._version, self.record_routing = model, version, record_routing
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
-        self.cache = Cache(model.config.text, model.runtime.kv_quant, model.embed.weight.device)
+        self.cache = Cache(model.config.text, model.runtime.kv_quant, prefix_tokens, model.embed.weight.device)
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
         self.next_id = 0
+
+    @property
+    def version(self) -> int:
+        """Of the policy: the number that tokens drawn from now on carry."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version != self._version:
+            self.cache.drop_prefixes()
+        self._version = version
 
     @property
     def in_flight(self) -> int:
@@ -102,7 +133,7 @@ class Generator:
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id that its sample will carry. Raises ValueError for one that cannot be run."""
-        _check(request, self.model.config.text.vocab_size)
+        _check(request, self.model)
         self.waiting.append(_Running(Sample(request, id=self.next_id)))
         self.next_id += 1
         return self.next_id - 1
@@ -112,7 +143,7 @@ class Generator:
         """Give every running sequence one token, newcomers their prefill before that; returns the finished samples."""
         while self.waiting and len(self.running) < self.max_running:
             self.running.append(self.waiting.popleft())
-            self.running[-1].row = self.cache.open()
+            self._admit(self.running[-1])
         decode = [r for r in self.running if len(self._ahead(r)) == 1 and r.sample.tokens]
         if decode:
             self._draw(decode, self._pass(decode, [self._ahead(r) for r in decode]))
@@ -122,11 +153,32 @@ class Generator:
         done = [r for r in self.running if r.sample.finish]
         self.running = [r for r in self.running if not r.sample.finish]
         for finished in done:
+            self._keep_prefix(finished)
             self.cache.close(finished.row)
         return [self._finished(r) for r in done]
 
+    def _admit(self, running: _Running) -> None:
+        """Give a request its row, and what is known about its prompt already."""
+        model, sample = self.model, running.sample
+        prompt, images = sample.request.prompt, sample.request.images
+        running.row = self.cache.open()
+        row = self.cache.rows[running.row]
+        if images is None:
+            sample.replay_start = self.cache.reuse_prefix(running.row, prompt)
+        if model.runtime.decoder_replay:
+            row.decoder_from = max(row.decoder_from, len(prompt) - model.config.text.sliding_window)
+        if self.record_routing and sample.replay_start:
+            text = model.config.text
+            shape = (sample.replay_start, text.num_hidden_layers, text.num_experts_per_tok)
+            running.routing.append(torch.full(shape, -1, dtype=torch.int16))
+
+    def _keep_prefix(self, running: _Running) -> None:
+        sample = running.sample
+        if sample.request.images is None and all(version == self.version for version in sample.versions):
+            self.cache.keep_prefix(running.row, (*sample.request.prompt, *sample.tokens))
+
     def _ahead(self, running: _Running) -> list[int]:
-        return running.ahead(self.cache.rows[running.row].length)
+        return running.ahead(self._passed(running))
 
     def _prefill(self, pending: list[_Running]) -> list[_Running]:
         """One pass over the next prompt tokens of the first sequences; returns those that still have some ahead."""
@@ -138,31 +190,78 @@ class Generator:
                 parts.append(part)
                 budget -= len(part)
         hidden = self._pass(batch, parts)
-        complete = [i for i, running in enumerate(batch) if not self._ahead(running)]
+        complete = [running for running in batch if not self._ahead(running)]
         if complete:
-            self._draw([batch[i] for i in complete], hidden[complete])
+            self._draw(complete, hidden)
+        for running in complete:
+            self._keep_prefix(running)
+            running.embeddings = None
         return [running for running in pending if not running.sample.tokens]
 
-    def _pass(self, batch: list[_Running], parts: list[list[int]]) -> Tensor:
-        """Run the model over the next tokens of each; hidden state [B, d] of each one's last."""
-        model = self.model
-        step = Step(self.cache, [r.row for r in batch], parts)
-        tokens = step.on_device(step.ids)
-        trace = model._run(model.embed(tokens), tokens, step.pack, step=step)
-        step.commit()
+    def _pass(self, batch: list[_Running], parts: list[list[int]]) -> dict[int, Tensor]:
+        """Run the model over the next tokens of each; by row the hidden state [d] of its last token, but for rows that
+        the decoder leaves out.
+        """
+        model, text = self.model, self.model.config.text
+        flags = [r.image_flags(self._passed(r), len(part)) for r, part in zip(batch, parts, strict=True)]
+        step = whole = Step.after(self.cache, [r.row for r in batch], parts, flags)
+        state, kept = model.enter(self._embed(batch, step)), torch.arange(len(whole.document))
+        chosen = torch.full((len(kept), text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
+        layers = range(text.num_hidden_layers)
+        lookups = model.look_up(layers[: text.decoder_start] if step.splits else layers, step.ids, step.pack, step)
+        for layer in layers:
+            if layer == text.decoder_start and step.splits:
+                early, late = step.split()
+                if early is not None:
+                    model.remember(layer, state.at(early.kept), early.step)
+                if late is None:
+                    step = None
+                    break
+                state, step, kept = state.at(late.kept), late.step, late.kept.cpu()
+                lookups = model.look_up(layers[layer:], step.ids, step.pack, step)
+            result = model.advance(layer, state, lookups, step.pack, step=step)
+            state = result.state
+            if self.record_routing:
+                chosen[kept, layer] = result.routing.indices.to("cpu", torch.int16)
+        whole.commit()
         if self.record_routing:
-            chosen = torch.stack([block.routing.indices for block in trace.blocks], dim=1).to(torch.int16).cpu()
-            for running, part in zip(batch, chosen.split(step.counts), strict=True):
+            for running, part in zip(batch, chosen.split(whole.counts), strict=True):
                 running.routing.append(part)
-        last = step.start + step.host_count - 1
-        return trace.hidden.index_select(0, step.on_device(last))
+        if step is None:
+            return {}
+        hidden = model.leave(state).index_select(0, step.on_device(step.start + step.host_count - 1))
+        return {span.row: h for span, h in zip(step.spans, hidden, strict=True)}
 
-    def _draw(self, batch: list[_Running], hidden: Tensor) -> None:
-        """Draw each one's next token from hidden [B, d]."""
+    def _passed(self, running: _Running) -> int:
+        return self.cache.rows[running.row].length
+
+    def _embed(self, batch: list[_Running], step: Step) -> Tensor:
+        """[T, d], with the images of the prompts in it."""
+        x = self.model.embed(step.ids)
+        for running, span, start in zip(batch, step.spans, step.start.tolist(), strict=True):
+            images = running.sample.request.images
+            if images is None or span.past >= len(running.sample.request.prompt):
+                continue
+            if running.embeddings is None:
+                running.embeddings = self._embed_images(running.sample.request)
+            part = running.embeddings[span.past : span.past + len(span.tokens)]
+            x = x.index_copy(0, torch.arange(start, start + len(part), device=x.device), part)
+        return x
+
+    def _embed_images(self, request: Request) -> Tensor:
+        device = self.cache.device
+        images = {name: tensor.to(device) for name, tensor in request.images.items()}
+        images["vision_token_types"] = images["vision_token_types"][None]
+        ids = torch.tensor([request.prompt], device=device)
+        pack = build_pack(self.model.config.text, ids, vision_token_types=images["vision_token_types"])
+        return self.model.embed_batch(ids[0], pack, **images)
+
+    def _draw(self, batch: list[_Running], hidden: dict[int, Tensor]) -> None:
+        """Draw each one's next token from its row's hidden state [d]."""
         requests = [r.sample.request for r in batch]
         places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]
         tokens, log_probs = draw(
-            self.model.head(hidden).float(),
+            self.model.head(torch.stack([hidden[r.row] for r in batch])).float(),
             torch.tensor([r.temperature for r in requests]),
             torch.tensor([r.top_p for r in requests]),
             torch.tensor([uniform(r.seed, p) for r, p in zip(requests, places, strict=True)], dtype=torch.float64),
@@ -195,7 +294,7 @@ class Generator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict` of a generator over the same configuration."""
         self.cache.load_state_dict(state["cache"])
-        self.version, self.next_id = state["version"], state["next_id"]
+        self._version, self.next_id = state["version"], state["next_id"]
         self.running = [_unpacked(r) for r in state["running"]]
         self.waiting = deque(_unpacked(r) for r in state["waiting"])
 
@@ -247,8 +346,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
     return tokens, log_p.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _check(request: Request, vocabulary: int) -> None:
-    problems = []
+def _check(request: Request, model: DeepseekV41) -> None:
+    problems, vocabulary = [], model.config.text.vocab_size
     if not request.prompt:
         problems.append("prompt: is empty, at least one token is needed (usually the beginning-of-sequence token)")
     for name in ("prompt", "stop"):
@@ -261,16 +360,23 @@ def _check(request: Request, vocabulary: int) -> None:
         problems.append(f"temperature: is {request.temperature}, must be 0 (greedy) or more and finite")
     if not 0 < request.top_p <= 1:
         problems.append(f"top_p: is {request.top_p}, must be above 0 and at most 1")
+    if request.images is not None:
+        wanted = {"pixel_values", "image_grid_hws", "vision_token_types"}
+        if set(request.images) != wanted:
+            problems.append(f"images: has {sorted(request.images)}, must have {sorted(wanted)}")
+        elif tuple(request.images["vision_token_types"].shape) != (len(request.prompt),):
+            problems.append("images: vision_token_types must have one entry for each token of the prompt")
     if problems:
         raise ValueError("the request has these problems:\n  " + "\n  ".join(problems))
 
 
 def _packed(running: _Running) -> dict[str, Any]:
     sample = running.sample
-    request = {**asdict(sample.request), "prompt": list(sample.request.prompt), "stop": sorted(sample.request.stop)}
+    request = {**vars(sample.request), "prompt": list(sample.request.prompt), "stop": sorted(sample.request.stop)}
     return {
         "request": request,
-        **{name: getattr(sample, name) for name in ("id", "tokens", "log_probs", "versions")},
+        **{name: getattr(sample, name) for name in ("id", "replay_start")},
+        **{name: list(getattr(sample, name)) for name in ("tokens", "log_probs", "versions")},
         "row": running.row,
         "routing": list(running.routing),
     }
@@ -280,4 +386,5 @@ def _unpacked(state: dict[str, Any]) -> _Running:
     plain = dict(state["request"])
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
     kept = {name: list(state[name]) for name in ("tokens", "log_probs", "versions")}
-    return _Running(Sample(request, id=state["id"], **kept), state["row"], list(state["routing"]))
+    kept |= {name: state[name] for name in ("id", "replay_start")}
+    return _Running(Sample(request, **kept), state["row"], list(state["routing"]))

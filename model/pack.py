@@ -49,6 +49,7 @@ class Pack:
     document_start: Tensor  # int64 [T]: pack index of the first token of the token's document
     document_lengths: Tensor  # int64 [documents]
     window_start: Tensor  # int64 [T]: pack index of the first token in the query's sliding window
+    decoder_window_start: Tensor  # the same for the decoder's layers
     position: Tensor  # int64 [T]: position in the document
     image: Tensor | None  # bool [T]: token belongs to an image span; None when the batch has no image
     phasors: Tensor  # complex64 [T, rope/2] of window-only layers
@@ -78,9 +79,12 @@ def build_pack(
     attention_mask: Tensor | None = None,
     seq_lens: Tensor | None = None,
     vision_token_types: Tensor | None = None,
+    replay_start: Tensor | None = None,
 ) -> Pack:
     """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
-    and `seq_lens` [B, documents] (lengths, zero = none). Raises ValueError when they are malformed.
+    and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one a row without
+    `seq_lens`): where bounded replay is simulated to begin, see `bound_windows`. Raises ValueError when they are
+    malformed.
     """
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be [rows, positions] and not empty, got {list(input_ids.shape)}")
@@ -104,6 +108,10 @@ def build_pack(
         image = (vision_token_types.reshape(-1)[gather.to(device)] >= 0).to(device)
     document_start = token_start[document]
     window_start = torch.maximum(document_start, torch.arange(len(document)) - (config.sliding_window - 1))
+    if replay_start is not None:
+        replays = _replays(replay_start, rows, seq_lens, length)
+        window_start = bound_windows(window_start, position, document_start, replays[document])
+    window_start = window_start.to(device)
     return Pack(
         rows=rows,
         row_length=row_length,
@@ -111,7 +119,8 @@ def build_pack(
         document=document.to(device),
         document_start=document_start.to(device),
         document_lengths=length.to(device),
-        window_start=window_start.to(device),
+        window_start=window_start,
+        decoder_window_start=window_start,
         position=position.to(device),
         image=image,
         phasors=rotations(position.to(device), inverse_frequencies(config, compressed=False)),
@@ -121,6 +130,35 @@ def build_pack(
             for r in ratios
         },
     )
+
+
+def bound_windows(window_start: Tensor, position: Tensor, document_start: Tensor, replay_start: Tensor) -> Tensor:
+    """SWA bounded replay (V4.1 report): with replay start s, query i >= s sees window keys [max(s, i-W+1), i].
+
+    All int64 [T]; s counts from the beginning of the query's document, 0 changes nothing.
+    """
+    bounded = torch.maximum(window_start, document_start + replay_start)
+    return torch.where(position >= replay_start, bounded, window_start)
+
+
+def prompt_lengths(pack: Pack, labels: Tensor) -> Tensor:
+    """int64 [documents]: tokens before the first supervised one (labels int64 [T], not shifted); 0 without any."""
+    first = torch.where((labels >= 0) & (pack.position > 0), pack.position, pack.tokens)
+    lengths = torch.full_like(pack.document_lengths, pack.tokens).scatter_reduce(0, pack.document, first, "amin")
+    return torch.where(lengths == pack.tokens, 0, lengths)
+
+
+def _replays(replay_start: Tensor, rows: int, seq_lens: Tensor | None, length: Tensor) -> Tensor:
+    """int64 [documents] from [B, documents]."""
+    wanted = (rows, 1) if seq_lens is None else tuple(seq_lens.shape)
+    if tuple(replay_start.shape) != wanted:
+        raise ValueError(f"replay_start must be {list(wanted)}, one for each document, got {list(replay_start.shape)}")
+    replays = replay_start.cpu().flatten() if seq_lens is None else replay_start.cpu()[seq_lens.cpu() > 0]
+    wrong = ((replays < 0) | (replays >= length)).nonzero().flatten()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(f"replay_start is {int(replays[at])} in a document of {int(length[at])} tokens")
+    return replays
 
 
 def _entries(ratio, block, length, token_start, document, position, yarn, device) -> Entries:

@@ -20,7 +20,7 @@ import model.attention as attention_module
 import model.indexer as indexer_module
 from model import ModelConfig, Output, Runtime, TextConfig, load_pretrained
 from model.attention import Shared
-from model.backbone import Trace
+from model.backbone import State, Trace
 from model.checkpoint import released_names
 from model.engram import engram_rows
 from model.pack import Pack, build_pack
@@ -183,8 +183,8 @@ def window_kv(oracle: Oracle, model) -> dict[int, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             keep = lambda x, layer=layer: found.setdefault(layer, fake_quant_fp8(x))  # noqa: E731
             patch.setattr(attention_module, "fake_quant_fp8", keep)
-            result = block(entering, pre_mix, shared, lookup, pack, replace(model.runtime, attention="dense"))
-        pre_mix, shared = result.pre_mix, result.shared
+            result = block(State(entering, pre_mix, shared), lookup, pack, replace(model.runtime, attention="dense"))
+        pre_mix, shared = result.state.pre_mix, result.shared
     return found
 
 

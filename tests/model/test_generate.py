@@ -10,7 +10,7 @@ from golden_files import traced
 from tiny import no_rounding, tiny_model, tokens  # noqa: F401
 
 import model.cache
-from model import DeepseekV41, Generator, Request, Sample, generate
+from model import DeepseekV41, Generator, Request, Runtime, Sample, generate
 
 CONFIGS = {
     "plain": {},
@@ -119,3 +119,117 @@ def test_interrupted_at_any_token(tmp_path) -> None:
         assert found[i].tokens == sample.tokens and found[i].log_probs == sample.log_probs
         assert torch.equal(found[i].routing, sample.routing) and found[i].finish == sample.finish
         assert found[i].versions == sorted(set(found[i].versions))
+
+
+def simulated(built: DeepseekV41, sample: Sample) -> torch.Tensor:
+    """Log-probabilities of the sample's tokens in a training forward that simulates its replays."""
+    request, prompt = sample.request, len(sample.request.prompt)
+    ids = torch.tensor([[*request.prompt, *sample.tokens]])
+    labels = ids.clone()
+    labels[0, :prompt] = -100
+    start = torch.tensor([[sample.replay_start]])
+    with torch.no_grad():
+        logits = built(ids, labels=labels, replay_start=start).logits[0, prompt - 1 : -1]
+    log_p = (logits / (request.temperature or 1)).log_softmax(-1)
+    return log_p.gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
+
+
+def assert_near(log_probs: torch.Tensor, theirs: torch.Tensor, rounding: bool) -> None:
+    difference = (log_probs - theirs).abs()
+    if rounding:
+        assert (difference <= 1e-4).float().mean() >= 0.8 and difference.max() <= 0.1, difference
+    else:
+        assert difference.max() <= 1e-4, difference
+
+
+@pytest.mark.parametrize("prefill_tokens", [4096, 11])
+def test_decoder_replay_equals_its_simulation(prefill_tokens: int, rounding: bool) -> None:
+    """The decoder passes over the last W tokens of a prompt; a training forward that hides the rest gives the same."""
+    built = tiny_model(Runtime(decoder_replay=True), engram=True)
+    requests = [Request(p, 20, seed=i) for i, p in enumerate(prompts(3, 6, 7, 40, 71))]
+    samples = generate(built, requests, prefill_tokens=prefill_tokens, record_routing=True)
+    text = built.config.text
+    for sample in samples:
+        assert_near(torch.tensor(sample.log_probs), simulated(built, sample), rounding)
+        left_out = max(0, len(sample.request.prompt) - text.sliding_window)
+        assert (sample.routing[:left_out, text.decoder_start :] == -1).all()
+        assert (sample.routing[left_out:] >= 0).all() and (sample.routing[:, : text.decoder_start] >= 0).all()
+    exact = tiny_model(engram=True)
+    differs = [(torch.tensor(s.log_probs) - simulated(exact, s)).abs().max() > 1e-3 for s in samples]
+    assert differs == [False, False, True, True, True]  # prompts longer than the window
+
+
+def test_the_decoder_skips_the_prompt(monkeypatch) -> None:
+    built = tiny_model(Runtime(decoder_replay=True))
+    passed = {layer: 0 for layer in range(6)}
+    for layer, block in enumerate(built.layers):
+        block.register_forward_pre_hook(
+            lambda _, arguments, layer=layer: passed.update({layer: passed[layer] + len(arguments[0].streams)})
+        )
+    generate(built, [Request(p, 1) for p in prompts(50, 70)])
+    assert passed == {0: 120, 1: 120, 2: 120, 3: 12, 4: 12, 5: 12}
+
+
+@pytest.mark.parametrize("decoder_replay", [False, True])
+@pytest.mark.parametrize("window", [6, 7, 80])
+def test_prefix_reuse_equals_its_simulation(window: int, decoder_replay: bool, rounding: bool) -> None:
+    """A prompt that begins like an earlier one passes its last W known tokens again, truncated windows and all; the
+    same in a training forward with `replay_start`.
+    """
+    built = tiny_model(Runtime(decoder_replay=decoder_replay), engram=True, sliding_window=window)
+    (long,) = prompts(200)
+    generator = Generator(built, prefix_tokens=1024, record_routing=True)
+    found: dict[int, Sample] = {}
+
+    def run(*requests: Request) -> list[Sample]:
+        ids = [generator.submit(request) for request in requests]
+        while generator.in_flight:
+            found.update((sample.id, sample) for sample in generator.step())
+        return [found[i] for i in ids]
+
+    first, again = run(Request(long, 4), Request(long[:150], 20, seed=1))  # the second waits for nobody: no hit
+    assert first.replay_start == again.replay_start == 0
+    (plain,) = generate(built, [Request(long[:150], 20, seed=1)])
+    assert again.tokens == plain.tokens
+    other = (*long[:130], *prompts(40)[0])
+    samples = run(Request(long[:150], 20, seed=2), Request(other, 20, seed=3), Request(long[:128], 20, seed=4))
+    group = 2
+    expected = [max(0, hit - window) // group * group for hit in (128, 128, 64)]
+    assert [s.replay_start for s in samples] == expected
+    for sample in samples:
+        assert_near(torch.tensor(sample.log_probs), simulated(built, sample), rounding)
+        assert (sample.routing[: sample.replay_start] == -1).all()
+        assert len(sample.routing) == len(sample.request.prompt) + 19
+        assert (sample.routing[sample.replay_start :, : built.config.text.decoder_start] >= 0).all()
+    exact = tiny_model(engram=True, sliding_window=window)
+    for sample in samples[:2]:
+        unaware = simulated(exact, replace(sample, replay_start=0))
+        assert (torch.tensor(sample.log_probs) - unaware).abs().max() > 1e-3
+    generator.version += 1
+    assert generator.cache.prefixes == {}
+    assert sorted(generator.cache.free_pages) == list(range(generator.cache.pages))
+
+
+def test_prefixes_are_bounded_and_shared() -> None:
+    """Sequences with one beginning own its pages together; the oldest ends go first when there is no room."""
+    built = tiny_model()
+    size = Generator(built).cache.page_tokens
+    (long,) = prompts(5 * size)
+    generator = Generator(built, prefix_tokens=3 * size)
+    cache = generator.cache
+    generate_with(generator, Request(long, 1))
+    assert len(cache.prefixes) == 3
+    generate_with(generator, Request(prompts(2 * size + 1)[0], 1))
+    assert len(cache.prefixes) == 3
+    assert cache.reuse_prefix(cache.open(), (*long[:size], 5)) == size - 6  # the first page is dropped last
+    assert max(cache.uses) == 1  # a replay that begins in the first page shares nothing
+    row = cache.open()
+    assert cache.reuse_prefix(row, (*prompts(2 * size + 1)[0], 5)) == 2 * size - 6
+    assert cache.uses[cache.rows[row].pages[0]] == 2
+
+
+def generate_with(generator: Generator, *requests: Request) -> None:
+    for request in requests:
+        generator.submit(request)
+    while generator.in_flight:
+        generator.step()
