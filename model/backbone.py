@@ -6,7 +6,7 @@ Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -317,13 +317,13 @@ class DeepseekV41(nn.Module):
         return Trace(self.leave(entering.pop()), blocks, [state.streams for state in entering])
 
     def look_up(
-        self, layers: Iterable[int], tokens: Tensor, pack: Pack, step: Step | None = None
+        self, layers: Container[int], tokens: Tensor, pack: Pack, step: Step | None = None
     ) -> dict[int, Lookup]:
         """Engram's lookups of some layers. They depend on tokens alone: where tables are sharded, the rows of the whole
         batch are on their way before the first block.
         """
         text, known, found = self.config.text, self.token_map, {}
-        for layer in set(layers).intersection(text.engram_layer_ids):
+        for layer in filter(layers.__contains__, text.engram_layer_ids):
             rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
             found[layer] = self.layers[layer].engram.embed.look_up(rows)
         return found
@@ -347,8 +347,8 @@ class DeepseekV41(nn.Module):
         replay: Tensor | None = None,
         step: Step | None = None,
     ) -> BlockResult:
-        """One block on the pack's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use; with
-        `step` the tokens follow what a cache holds.
+        """One block on the pack's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use;
+        with `step` the tokens follow what a cache holds.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, pack, self.runtime, replay, step and step.layer(layer))
