@@ -301,7 +301,7 @@ def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index
             keys.setdefault(name, []).append(key)
     optimizer.state.clear()
     for name, _, parameter in _named(optimizer):
-        for key in keys.get(name, ()):
+        for key in keys.get(name, ()) if optimizer.owns(parameter) else ():
             dtype, shape, _ = index[f"{OPTIMIZER}{name}.{key}"]
             like = parameter.shape if shape else ()
             optimizer.state[parameter][key] = torch.zeros(like, dtype=dtype, device=parameter.device)
