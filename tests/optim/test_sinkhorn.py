@@ -165,17 +165,29 @@ def test_update_rms_of_live_rows():
     torch.testing.assert_close(rms[torch.arange(40) != 5], torch.full((39,), 0.18), rtol=1e-5, atol=0)
 
 
-def test_row_shards_need_only_the_two_reductions():
-    """Shards that exchange nothing but what `reduce` is given compute the whole table's step."""
-    param, grad = torch.randn(60, 8), _table(60, 8, spread=2.0)
-    grad[torch.arange(60) % 3 == 0] = 0
-    grad[40:] = 0  # the last shard is dead, yet takes part in every reduction
-    whole = param.clone()
-    sinkhorn_step(whole, grad, torch.zeros_like(whole), lr=0.1, settings=SETTINGS)
-
-    shards = list(param.clone().split(20))
-    box, barrier = [None] * 3, threading.Barrier(3, timeout=20)
-    calls = [0] * 3
+@pytest.mark.parametrize("tau, scales", [(1e-3, (1.0, 0.02, 1.0)), (0.0, (1.0, 1e-20, 1.0))])
+def test_row_shards_need_only_the_two_reductions(tau, scales):
+    """Shards that exchange nothing but what `reduce` is given compute the whole table's steps: shards of very
+    different size, of which the mask of the whole table removes other rows than their own means would; one without a
+    live row, and one without any row.
+    """
+    settings = SinkhornSettings(tau=tau)
+    heights = [20, 20, 20, 0]
+    grads = [_table(60, 8, seed=seed, spread=2.0) for seed in range(3)]
+    for grad in grads:
+        grad[torch.arange(60) % 3 == 0] = 0
+        grad[40:] = 0  # the third shard is dead, yet takes part in every reduction
+        grad *= torch.tensor(scales).repeat_interleave(20)[:, None]
+    whole, momentum = torch.randn(60, 8), torch.zeros(60, 8)
+    shards, momenta = list(whole.clone().split(heights)), list(momentum.clone().split(heights))
+    if tau:
+        first, second = row_norms(grads[0])[:20], row_norms(grads[0])[20:40]
+        kept = second > tau * second.mean()
+        assert (kept & (second <= tau * torch.cat([first, second, torch.zeros(20)]).mean())).any()
+    for grad in grads:
+        sinkhorn_step(whole, grad, momentum, lr=0.1, settings=settings)
+    box, barrier = [None] * 4, threading.Barrier(4, timeout=20)
+    calls = [0] * 4
 
     def run(rank):
         def reduce(x):
@@ -186,16 +198,18 @@ def test_row_shards_need_only_the_two_reductions():
             barrier.wait()
             return total
 
-        piece = grad.split(20)[rank]
-        sinkhorn_step(shards[rank], piece, torch.zeros_like(piece), lr=0.1, settings=SETTINGS, reduce=reduce)
+        for grad in grads:
+            piece = grad.split(heights)[rank]
+            sinkhorn_step(shards[rank], piece, momenta[rank], lr=0.1, settings=settings, reduce=reduce)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert calls == [6, 6, 6]  # the mean row norm, and five column sums
+    assert calls == [3 * 6] * 4  # in every step the mean row norm, and five column sums
     torch.testing.assert_close(torch.cat(shards), whole, rtol=0, atol=1e-6)
+    assert torch.equal(torch.cat(momenta), momentum)
 
 
 def test_bf16_tables_keep_fp32_momentum():
