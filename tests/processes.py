@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 
-def run(size: int, function: Callable, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run(size: int, function: Callable, *arguments: Any, timeout: float = 300) -> list[Any]:
     """`function(rank, *arguments)` in `size` processes of one thread each; what they return, in their order.
 
     `function` must be importable. A process that fails ends the others; AssertionError with its traceback. Processes

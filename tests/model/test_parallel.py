@@ -127,10 +127,10 @@ def assembled(results: list[dict], shapes: dict[str, torch.Size]) -> dict[str, T
 
 
 LAYOUTS = [
-    (2, {"experts": 2, "tables": 2}, {}),
+    pytest.param(2, {"experts": 2, "tables": 2}, {}, marks=pytest.mark.slow),
     (2, {"experts": 2, "tables": 2, "shard_embeddings": True}, {"recompute": True, "vision": True}),
     (4, {"experts": 2, "tables": 4, "shard_embeddings": True}, {"recompute": True}),
-    (4, {"experts": 4, "tables": 2}, {"favourites": (1,), "attention": "dense"}),
+    pytest.param(4, {"experts": 4, "tables": 2}, {"favourites": (1,), "attention": "dense"}, marks=pytest.mark.slow),
     (4, {"experts": 4, "tables": 1}, {"recompute": True, "favourites": (1, 2)}),  # two ranks get no token at all
 ]
 
