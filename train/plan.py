@@ -1,10 +1,11 @@
 """``task=plan``: what a model costs on a layout of GPUs, computed before any machine is rented.
 
 Nothing is allocated: the model is built on the meta device, gets the optimizer of the configuration, and every number
-follows from its tensors' sizes and from ``model/count.py``. The layout is the one of a ZeRO stage 0 engine with our own
-sharding: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks, the
-Engram tables' rows over ``table_shards``, all else is whole on every rank; a parameter's optimizer state lies with one
-owner among the ranks that hold the same parameter (see ``owned``).
+follows from its tensors' sizes and from ``model/count.py``. The layout is that of ``model/parallel.py`` in a ZeRO stage
+0 engine: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks, the
+rows of the Engram tables, and with ``shard_embeddings`` of embedding and head, over ``table_shards``, all else is whole
+on every rank; a parameter's optimizer state lies with one owner among the ranks that hold the same parameter (see
+``owned``). ``tests/bench/bench_plan.py`` compares with what two processes hold and send.
 
 Not counted: what libraries, allocator and communication buffers take beside the tensors, images, and uneven routing.
 """
@@ -26,7 +27,7 @@ from train.errors import given
 
 GIB = 2**30
 FP32 = 4
-KINDS = ("dense", "experts", "Engram tables")  # of parameters: each is split over its own number of ranks
+KINDS = ("dense", "experts", "Engram tables", "embedding and head")  # of parameters: alike in how they are split
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,11 @@ def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iter
         if part == "routed experts":
             units, copies = stack[0] // layout.expert_parallel, layout.data_parallel // layout.expert_parallel
             yield Item("experts", method, units, rows * columns, copies, ((1, rows, columns),))
-        elif part == "Engram tables":
+        elif part == "Engram tables" or (layout.shard_embeddings and part in ("embedding", "head")):
             rows = ceil(rows / layout.table_shards)
             copies = layout.data_parallel // layout.table_shards
-            yield Item("Engram tables", method, 1, rows * columns, copies, ((1, rows, columns),))
+            kind = "Engram tables" if part == "Engram tables" else "embedding and head"
+            yield Item(kind, method, 1, rows * columns, copies, ((1, rows, columns),))
         else:
             spans = tuple((n, height, columns) for n, height in blocks or ((1, rows),))
             yield Item("dense", method, 1, rows * columns, layout.data_parallel, spans)
@@ -192,6 +194,7 @@ def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
     saved = count.activation_bytes(model.config, bf16, recompute)
     held = {f"activations: {part}": tokens * size for part, size in saved.items()}
     held["the head's gradient in the loss"] = count.head_gradient_bytes(model.config)
+    held |= looked_up_bytes(config, model, tokens)
     if not bf16:
         return held
     dense, experts = copy_bytes(config, model)
@@ -203,6 +206,21 @@ def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
         del held[again]
         return held | {"bf16 copies of dense weights": sum(dense)}
     return held | {"bf16 copies of a block's weights": block}
+
+
+def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str, float]:
+    """Bytes of what a micro-batch fetches of split tables and keeps for its backward, as if all rows were distinct; and
+    of the gathered head.
+    """
+    layout, text = config.parallel, model.config.text
+    if layout.table_shards == 1:
+        return {}
+    rows = tokens * len(text.engram_layer_ids) * text.engram_hash_heads
+    held = {"fetched table rows": float(FP32 * rows * text.engram_head_dim)}
+    if layout.shard_embeddings:
+        held["fetched table rows"] += FP32 * min(tokens, text.vocab_size) * text.hidden_size
+        held["the gathered head"] = float(FP32 * text.vocab_size * text.hidden_size)
+    return held
 
 
 def copy_bytes(config: Config, model: DeepseekV41) -> tuple[list[int], list[int]]:
@@ -230,27 +248,32 @@ def optimizer_working_bytes(items: Sequence[Item]) -> float:
 def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int], tokens: int) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step over `tokens` tokens of its own.
 
-    Experts: a token's row goes to each of its k experts and comes back, in forward, backward and recomputation, in the
-    compute precision; routing is even, so 1/EP stays at home. Tables: G ids, G fp32 rows and their gradients, as if all
-    rows were distinct. Gradients: a ring all-reduce in fp32 over the ranks that hold the same parameters. Owners'
-    updated weights go around the same ring once.
+    Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
+    forward, backward and recomputation, in the compute precision; routing is even, so 1/EP stays at home. Tables: ids,
+    fp32 rows and their gradients, as if all rows that a micro-batch looks up were distinct. A split head is gathered,
+    and its gradient brought home, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold
+    the same parameters. Owners' updated weights go around the same ring once. What is left out is small: counts.
     """
     layout, text = config.parallel, model.config.text
     width = 2 if layout.precision == "bf16" else FP32
-    away = 1 - 1 / layout.expert_parallel
+    away, shard = 1 - 1 / layout.expert_parallel, 1 - 1 / layout.table_shards
     passes = 3 if config.runtime.recompute else 2
-    row = text.num_experts_per_tok * text.hidden_size * width
-    shard = 1 - 1 / layout.table_shards
+    row = text.num_experts_per_tok * (2 * text.hidden_size * width + 2 * FP32)
     lookups = len(text.engram_layer_ids) * text.engram_hash_heads
     ranks = layout.data_parallel
-    copies = {"dense": ranks, "experts": ranks // layout.expert_parallel, "Engram tables": ranks // layout.table_shards}
+    copies = dict.fromkeys(KINDS, ranks // layout.table_shards)
+    copies |= {"dense": ranks, "experts": ranks // layout.expert_parallel}
     ring = {kind: size * (1 - 1 / copies[kind]) for kind, size in gradients.items()}
-    return {
-        "all-to-all, experts": tokens * text.num_hidden_layers * 2 * passes * row * away,
+    sent = {
+        "all-to-all, experts": tokens * text.num_hidden_layers * passes * row * away,
         "all-to-all, Engram tables": tokens * lookups * (8 + 2 * FP32 * text.engram_head_dim) * shard,
-        "all-reduce of gradients": 2 * sum(ring.values()),
-        "updated weights": float(sum(ring.values())),
     }
+    if layout.shard_embeddings:
+        batches = config.task.share(ranks)[1]
+        looked_up = batches * min(tokens // batches, text.vocab_size)
+        sent["all-to-all, embedding"] = looked_up * (8 + 2 * FP32 * text.hidden_size) * shard
+        sent["head gathered, its gradient"] = batches * 2 * FP32 * text.vocab_size * text.hidden_size * shard
+    return sent | {"all-reduce of gradients": 2 * sum(ring.values()), "updated weights": float(sum(ring.values()))}
 
 
 def report(p: Plan) -> str:
@@ -270,9 +293,9 @@ def report(p: Plan) -> str:
         ),
         f"  and the sliding windows, {count.window_kv_bytes(text):,} bytes a sequence",
         "",
-        f"LAYOUT: {layout.data_parallel} GPUs, experts over {layout.expert_parallel}, Engram tables over "
-        f"{layout.table_shards}; {passes} micro-batches of {rows} x {task.seq_len} tokens, "
-        f"{layout.precision}, recompute {recompute}, optim.rules {config.optim.rules}",
+        f"LAYOUT: {layout.data_parallel} GPUs, experts over {layout.expert_parallel}, Engram tables"
+        f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}; {passes} micro-batches of "
+        f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}, optim.rules {config.optim.rules}",
         *_table(("memory of the fullest GPU", "GiB", ""), _memory_rows(p)),
         *_table(("activations of a micro-batch", "GiB"), [
             (f"recompute {name}", f"{_activations(config, p.model, on) / GIB:.2f}")

@@ -48,6 +48,13 @@ def test_experts_and_tables_are_split(make_config) -> None:
     assert four.weights["experts"] == one.weights["experts"] // 2
     assert one.weights["Engram tables"] / 4 <= four.weights["Engram tables"] < one.weights["Engram tables"] / 4 + 1000
     assert sum(four.state.values()) < 0.4 * sum(one.state.values())
+    split = plan(_layout(make_config(), 4, 2, 4, shard_embeddings=True))
+    moved = split.weights["embedding and head"]
+    assert four.weights["embedding and head"] == 0
+    assert split.weights == {**four.weights, "dense": four.weights["dense"] - 4 * moved, "embedding and head": moved}
+    assert moved == 2 * 512 * 32 * FP32 / 4
+    assert split.working["the gathered head"] == 4 * moved / 2
+    assert "the gathered head" not in four.working and "fetched table rows" not in one.working
 
 
 def test_owners_share_whole_matrices() -> None:
@@ -72,8 +79,11 @@ def test_traffic_of_the_all_to_alls(make_config) -> None:
     in a step of 4 ranks."""
     assert set(plan(make_config()).traffic.values()) == {0.0}
     sent = plan(_layout(make_config(), 4, 2, 4)).traffic
-    assert sent["all-to-all, experts"] == 64 * 6 * (2 * 32 * 4) * 2 * 2 / 2
+    assert sent["all-to-all, experts"] == 64 * 6 * 2 * (2 * 32 * 4 + 8) * 2 / 2
     assert sent["all-to-all, Engram tables"] == 64 * 2 * 6 * (8 + 2 * 4 * 8) * 3 / 4
+    split = plan(_layout(make_config(), 4, 2, 4, shard_embeddings=True)).traffic
+    assert split["all-to-all, embedding"] == 64 * (8 + 2 * 4 * 32) * 3 / 4
+    assert split["head gathered, its gradient"] == 2 * 4 * 512 * 32 * 3 / 4
     again = plan(_layout(make_config("runtime.recompute=true"), 4, 2, 4)).traffic
     assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
 
@@ -121,8 +131,9 @@ def test_impossible_layouts_are_refused(compose_raw) -> None:
         parse(compose_raw("model=tiny", "data.vocab_size=512", "parallel.shard_embeddings=true"))
 
 
-def _layout(config, ranks: int, experts: int, tables: int):
-    parallel = replace(config.parallel, data_parallel=ranks, expert_parallel=experts, table_shards=tables)
+def _layout(config, ranks: int, experts: int, tables: int, shard_embeddings: bool = False):
+    layout = {"data_parallel": ranks, "expert_parallel": experts, "table_shards": tables}
+    parallel = replace(config.parallel, **layout, shard_embeddings=shard_embeddings)
     return replace(config, parallel=parallel)
 
 
