@@ -52,7 +52,7 @@ def test_experts_and_tables_are_split(make_config) -> None:
     moved = split.weights["embedding and head"]
     assert four.weights["embedding and head"] == 0
     assert split.weights == {**four.weights, "dense": four.weights["dense"] - 4 * moved, "embedding and head": moved}
-    assert moved == 2 * 512 * 32 * FP32 / 4
+    assert moved == 2 * 512 * 32 * 4 / 4
     assert split.working["the gathered head"] == 4 * moved / 2
     assert "the gathered head" not in four.working and "fetched table rows" not in one.working
 
