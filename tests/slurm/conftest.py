@@ -56,7 +56,7 @@ class Cluster:
         log = self.directory / "slurm-4242.log"
         command = ["sbatch", *options, f"--output={log}", "slurm/train.sbatch", *arguments]
         given = self.environment | environment | {"STUB_EVENTS": json.dumps(events)}
-        done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=480)
         assert not done.stderr, done.stderr
         state = json.loads((self.directory / "job.json").read_text())
         return Result(done.returncode, log.read_text(), state)
