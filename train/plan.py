@@ -126,15 +126,15 @@ def rows_in_pass(config: Config) -> int:
 
 
 def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iterator[Item]:
-    """Every parameter as one rank holds it."""
-    layout = config.parallel
+    """Every parameter as one rank holds it, the trained ones in the optimizer's order: it decides between equals."""
+    layout, parameters = config.parallel, dict(model.named_parameters())
     ways = {
         name: (group["method"], blocks)
         for group in optimizer.param_groups
         for name, blocks in zip(group["names"], group["blocks"], strict=True)
     }
-    for name, parameter in model.named_parameters():
-        method, blocks = ways.get(name, (None, None))
+    for name in [*ways, *(name for name in parameters if name not in ways)]:
+        parameter, (method, blocks) = parameters[name], ways.get(name, (None, None))
         *stack, rows, columns = (1, *parameter.shape) if parameter.dim() == 1 else parameter.shape
         part = count.part_of(name)
         if part == "routed experts":
@@ -209,18 +209,24 @@ def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
 
 
 def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str, float]:
-    """Bytes of what a micro-batch fetches of split tables and keeps for its backward, as if all rows were distinct; and
-    of the gathered head.
+    """Bytes of what a micro-batch of `tokens` fetches of split tables and keeps for its backward, at most; and of the
+    gathered head.
     """
     layout, text = config.parallel, model.config.text
     if layout.table_shards == 1:
         return {}
-    rows = tokens * len(text.engram_layer_ids) * text.engram_hash_heads
-    held = {"fetched table rows": float(FP32 * rows * text.engram_head_dim)}
+    held = {"fetched table rows": float(FP32 * sum(engram_rows(model, tokens)) * text.engram_head_dim)}
     if layout.shard_embeddings:
         held["fetched table rows"] += FP32 * min(tokens, text.vocab_size) * text.hidden_size
         held["the gathered head"] = float(FP32 * text.vocab_size * text.hidden_size)
     return held
+
+
+def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
+    """The most different rows of every Engram table that `tokens` tokens can look up."""
+    text = model.config.text
+    tables = (model.layers[layer].engram.embed for layer in text.engram_layer_ids)
+    return [min(tokens * text.engram_hash_heads, table.num_embeddings) for table in tables]
 
 
 def copy_bytes(config: Config, model: DeepseekV41) -> tuple[list[int], list[int]]:
@@ -250,28 +256,28 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
 
     Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
     forward, backward and recomputation, in the compute precision; routing is even, so 1/EP stays at home. Tables: ids,
-    fp32 rows and their gradients, as if all rows that a micro-batch looks up were distinct. A split head is gathered,
-    and its gradient brought home, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold
-    the same parameters. Owners' updated weights go around the same ring once. What is left out is small: counts.
+    fp32 rows and their gradients, at most: as if a micro-batch looked up as many different rows as it can. A split head
+    is gathered, and its gradient brought home, in every micro-batch. Gradients: a ring all-reduce in fp32 over the
+    ranks that hold the same parameters. Owners' updated weights go around the same ring once. Left out: the counts.
     """
     layout, text = config.parallel, model.config.text
     width = 2 if layout.precision == "bf16" else FP32
     away, shard = 1 - 1 / layout.expert_parallel, 1 - 1 / layout.table_shards
     passes = 3 if config.runtime.recompute else 2
     row = text.num_experts_per_tok * (2 * text.hidden_size * width + 2 * FP32)
-    lookups = len(text.engram_layer_ids) * text.engram_hash_heads
     ranks = layout.data_parallel
+    batches = config.task.share(ranks)[1]
+    looked_up = batches * sum(engram_rows(model, tokens // batches))
     copies = dict.fromkeys(KINDS, ranks // layout.table_shards)
     copies |= {"dense": ranks, "experts": ranks // layout.expert_parallel}
     ring = {kind: size * (1 - 1 / copies[kind]) for kind, size in gradients.items()}
     sent = {
         "all-to-all, experts": tokens * text.num_hidden_layers * passes * row * away,
-        "all-to-all, Engram tables": tokens * lookups * (8 + 2 * FP32 * text.engram_head_dim) * shard,
+        "all-to-all, Engram tables": looked_up * (8 + 2 * FP32 * text.engram_head_dim) * shard,
     }
     if layout.shard_embeddings:
-        batches = config.task.share(ranks)[1]
-        looked_up = batches * min(tokens // batches, text.vocab_size)
-        sent["all-to-all, embedding"] = looked_up * (8 + 2 * FP32 * text.hidden_size) * shard
+        words = batches * min(tokens // batches, text.vocab_size)
+        sent["all-to-all, embedding"] = words * (8 + 2 * FP32 * text.hidden_size) * shard
         sent["head gathered, its gradient"] = batches * 2 * FP32 * text.vocab_size * text.hidden_size * shard
     return sent | {"all-reduce of gradients": 2 * sum(ring.values()), "updated weights": float(sum(ring.values()))}
 

@@ -1,0 +1,170 @@
+"""What task=plan says of two processes, against what they hold and send. Run `python tests/bench/bench_plan.py`.
+
+A tiny model in fp32 on the CPU, one optimizer step in each of several layouts; bytes of real tensors, and of what the
+exchanges of experts and tables are given for the other process. Sending depends on the batch: the plan takes routing to
+be even and the rows looked up to be distinct.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from model.parallel import Parallel, Ranks
+from tests.distributed.ranks import Group
+from train.build import Run, build
+from train.config import CONF_DIR, Config, open_overrides, parse
+from train.engine import World, launch
+from train.loop import to_device, train_step
+from train.plan import plan
+
+RANKS = 2
+GRADIENTS = ("all-reduce of gradients", "updated weights")  # what the engine and the optimizer send
+# name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings
+LAYOUTS = {
+    "experts over 2": (2, 1, False),
+    "Engram tables over 2": (1, 2, False),
+    "all of these, embedding and head over 2": (2, 2, True),
+}
+MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched", "string", "textwrap", "token")
+
+
+def configure(folder: Path, layout: str) -> Config:
+    experts, tables, embeddings = LAYOUTS[layout]
+    given = [
+        "model=tiny", "optim=report", "task.seq_len=64", "task.micro_batch=4", "task.accumulation=2",
+        "runtime.recompute=true", "parallel.device=cpu", f"parallel.data_parallel={RANKS}",
+        f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
+        f"parallel.shard_embeddings={str(embeddings).lower()}",
+        "data.source=text", f"data.paths=[{folder}/text]", f"data.validation_paths=[{folder}/text/token.txt]",
+        f"data.cache_dir={folder}/cache", "data.vocab_size=512",
+    ]  # fmt: skip
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return parse(compose("train", overrides=open_overrides(given)))
+
+
+def parallel_of(layout: str, split: Ranks) -> Parallel:
+    """How a layout spreads the model over the two processes."""
+    experts, tables, embeddings = LAYOUTS[layout]
+    return Parallel(split if experts > 1 else Ranks(), split if tables > 1 else Ranks(), embeddings)
+
+
+class Sent:
+    """Counts the bytes that the model's exchanges are given for other ranks, while it is entered."""
+
+    def __enter__(self) -> Sent:
+        self.bytes, self.kept = 0, (dist.all_to_all_single, dist.all_gather_single)
+        swap, gather = self.kept
+
+        def all_to_all_single(output, input, receive=None, send=None, group=None, **options):
+            own = len(input) // RANKS if send is None else send[dist.get_rank(group)]
+            self.bytes += (len(input) - own) * input[:1].nbytes
+            return swap(output, input, receive, send, group=group, **options)
+
+        def all_gather_single(output, input, group=None, **options):
+            self.bytes += (RANKS - 1) * input.nbytes
+            return gather(output, input, group=group, **options)
+
+        dist.all_to_all_single, dist.all_gather_single = all_to_all_single, all_gather_single
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single, dist.all_gather_single = self.kept
+
+
+def measure(config: Config, world: World) -> dict[str, float]:
+    """Bytes of this rank's tensors in and after a step, and of what it sent."""
+    run = build(config, world)
+    batches = iter(run.train_batches)
+    step = [to_device(next(batches), run.device) for _ in range(run.passes)]
+    held: dict[str, float] = {"weights": _bytes(run.model.parameters())}
+    reduce = run.engine.reduce
+
+    def reduced() -> None:
+        reduce()
+        held["gradients"] = _bytes(p.grad for p in run.model.parameters() if p.grad is not None)
+
+    run.engine.reduce = reduced
+    with Sent() as sent:
+        train_step(run, step, 0, 0)
+    for method in ("muon", "sinkhorn", "adamw"):
+        held[f"optimizer state, {method}"] = _state_bytes(run, method)
+    return held | {"sent for experts and tables": sent.bytes, "remote share": _remote_share(run, step)}
+
+
+def _remote_share(run: Run, step: list[dict]) -> float:
+    """Share of this rank's token copies that went to experts of the other rank."""
+    experts = run.model.layers[0].ffn.experts.shard
+    with torch.no_grad():
+        totals = run.model.totals(**step[0])
+        load = sum(run.model.losses(**batch, totals=totals).expert_load for batch in step)
+    return 1 - (load[..., experts.start : experts.stop].sum() / load.sum()).item()
+
+
+def _state_bytes(run: Run, method: str) -> int:
+    groups = (group for group in run.optimizer.param_groups if group["method"] == method)
+    states = (run.optimizer.state.get(param, {}) for group in groups for param in group["params"])
+    return _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def rank_main(folder: Path) -> None:
+    """One of the processes: measure every layout; the first writes what all found."""
+    split = launch(configure(folder, list(LAYOUTS)[-1]).parallel)
+    with split.together():
+        found = {}
+        for layout in LAYOUTS:
+            world = replace(split, parallel=parallel_of(layout, split.parallel.experts))
+            found[layout] = world.gather(measure(configure(folder, layout), world))
+        if split.first:
+            torch.save(found, folder / "found.pt")
+
+
+def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """Start the processes; by layout, what is planned and what was measured on the rank with most optimizer state."""
+    (folder / "text").mkdir(parents=True)
+    for name in MODULES:
+        text = Path(os.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        (folder / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
+    with Group(RANKS, ["tests/bench/bench_plan.py", str(folder)], folder / "ranks") as group:
+        for rank, ended in enumerate(group.finish()):
+            assert ended.code == 0, f"rank {rank}:\n{ended.output}"
+    both = {}
+    for layout, ranks in torch.load(folder / "found.pt").items():
+        p = plan(configure(folder, layout))
+        terms = {"weights": sum(p.weights.values()), "gradients": sum(p.gradients.values())}
+        terms |= {f"optimizer state, {method}": size for method, size in p.state.items()}
+        terms["sent for experts and tables"] = sum(p.traffic[kind] for kind in p.traffic if kind not in GRADIENTS)
+        state = [sum(held[term] for term in held if term.startswith("optimizer state")) for held in ranks]
+        both[layout] = terms, ranks[state.index(max(state))]
+    return both
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        both = compare(Path(folder))
+    for layout, (planned, measured) in both.items():
+        print(f"{layout + ', bytes':<48}{'planned':>12}{'measured':>12}{'difference':>12}")
+        for term, size in planned.items():
+            off = f"{size / measured[term] - 1:+.2%}"
+            print(f"  {term:<46}{size:>12,.0f}{measured[term]:>12,.0f}{off:>12}")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        rank_main(Path(sys.argv[1]))
+    else:
+        main()
