@@ -5,6 +5,7 @@ the state saved: run the same command again to continue; 4 another process of th
 interrupted before there was anything to save.
 """
 
+import signal
 import sys
 
 import hydra
@@ -32,6 +33,8 @@ def run_task(raw: DictConfig) -> None:
     except NonFiniteError as error:
         fail(3, error)
     except Interrupted as error:
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to the ranks that end after the first
+            signal.signal(number, signal.SIG_IGN)
         fail(75, error)
     except RankLost as error:
         fail(LOST, error)
