@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 import model.init
 import model.moe
-from model import DeepseekV41, Runtime, Totals, build_model, count
+from model import DeepseekV41, Runtime, Totals, build_model, count, load_pretrained
 from model.moe import MoE
 from model.parallel import Parallel, Ranks
 from model.table import Head, Table
 from tests import processes
+from tests.model.golden_files import INPUTS
 from tests.model.tiny import (  # noqa: F401
     assert_same,
     image_batch,
@@ -158,6 +161,29 @@ def test_equals_one_process(size: int, layout: dict, how: dict, no_rounding) -> 
         torch.testing.assert_close(gradient, theirs[name], **NOISE, msg=lambda text, name=name: f"{name}: {text}")
     if how.get("favourites") == (1, 2):
         assert not any(ours[f"layers.{layer}.ffn.experts.w1"][[0, 3]].any() for layer in range(6))
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "detail" / "c2_images_engram_pad"
+
+
+def golden(rank: int) -> tuple[Tensor, Tensor]:
+    """Logits of the real tokens and loss of a golden case, by a model that reads its own part of the folder."""
+    split = ranks_of(2)
+    built = load_pretrained(GOLDEN, parallel=Parallel(split, split, shard_embeddings=True))
+    inputs = load_file(GOLDEN / "inputs.safetensors")
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    with torch.no_grad():
+        out = built(**{key: inputs[key] for key in INPUTS if key in inputs})
+    return out.logits[inputs["attention_mask"].bool()], out.loss
+
+
+def test_golden_case() -> None:
+    """Images, Engram and padding on two processes against another implementation (see test_golden.py)."""
+    expected = load_file(GOLDEN / "expected.safetensors")
+    real = load_file(GOLDEN / "inputs.safetensors")["attention_mask"].bool()
+    for logits, loss in processes.run(2, golden):
+        assert (logits - expected["logits"][real]).abs().max() <= 1e-4
+        assert abs(loss - expected["loss"]) <= 1e-5
 
 
 def mixed(rank: int) -> float:
