@@ -1,7 +1,7 @@
 """Saves, loads and exports of a model whose every number is known, in any layout: run by every rank of a test, and by
 the test alone.
 
-python tests/distributed/folders.py FOLDER JOB...   (a job: what:layout:arguments, for example save:ep2t2:1)
+python tests/distributed/folders.py FOLDER CORPUS JOB...   (a job: what:layout:arguments, for example save:ep2t2:1)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "model")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "model")]
+import steps  # noqa: E402
 from tiny import tiny_config  # noqa: E402
 
 from model import build_model, load_weights, save_pretrained  # noqa: E402
@@ -26,9 +27,10 @@ from model.parallel import Parallel, Ranks  # noqa: E402
 from model.released import packing_of  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
 from train import checkpoint, storage  # noqa: E402
-from train.build import place_of  # noqa: E402
+from train.build import Run, build, place_of  # noqa: E402
 from train.checkpoint import Background, State  # noqa: E402
-from train.engine import World  # noqa: E402
+from train.engine import World, find_place, launch  # noqa: E402
+from train.loop import train_step  # noqa: E402
 
 RULES = [
     Rule(r"embed\.weight|head\.weight|.*engram\.embed\.weight", "sinkhorn"),
@@ -66,7 +68,7 @@ class Place:
     def __init__(self, layout: str, salt: int = 0, **changes: object):
         experts, tables, embeddings = re.fullmatch(r"ep(\d)t(\d)(s?)", layout).groups()
         size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        groups = {int(n): split(int(n), rank, size) for n in {experts, tables}}
+        groups = {int(n): split(int(n), rank, size) for n in sorted({experts, tables})}
         parallel = Parallel(groups[int(experts)][0], groups[int(tables)][0], bool(embeddings))
         everyone = Ranks(dist.group.WORLD, rank, size) if size > 1 else Ranks()
         holders = {n: same for n, (_, same) in groups.items()} | {1: everyone}
@@ -251,10 +253,43 @@ def die(folder: Path, layout: str, step: int, how: str = "") -> None:
     save(folder, layout, step, how)
 
 
-JOBS = {"save": save, "load": load, "export": export, "import": import_, "refuse": refuse, "fail": fail, "die": die}
+def train(folder: Path, layout: str, first: int, last: int, source: str, target: str) -> None:
+    """Real steps, from the state of ``source`` on if any were made before; the state after every second."""
+    run = made(layout, folder)
+    state = resume(run, folder / source, first) if first else State()
+    for step in range(first, last):
+        train_step(run, steps.share(steps.rows_of_step(step), run), step, 0)
+        if step % 2:
+            checkpoint.save(
+                folder / target, State(step=step + 1, tokens=state.tokens), model=run.model, optimizer=run.optimizer,
+                data={}, model_config=run.model_config.to_dict(), keep=9,
+            )  # fmt: skip
 
 
-def run(folder: Path, jobs: list[str]) -> None:
+def made(layout: str, folder: Path) -> Run:
+    parts_ = int(layout[2])
+    size = find_place().size
+    config = steps.configure("passes", size, parts_, CORPUS[0])
+    return build(config, steps.at(WORLD[0], parts_) if size > 1 else WORLD[0])
+
+
+def resume(run: Run, folder: Path, step: int) -> State:
+    return checkpoint.load(
+        folder / f"step-{step:08d}", model=run.model, optimizer=run.optimizer, set_data=lambda data: None,
+        model_config=run.model_config.to_dict(),
+    )  # fmt: skip
+
+
+JOBS = {"save": save, "load": load, "export": export, "import": import_, "refuse": refuse, "fail": fail, "die": die,
+        "train": train}  # fmt: skip
+
+
+WORLD = [World(CPU)]
+CORPUS: list[Path] = []
+
+
+def run(folder: Path, corpus: Path, jobs: list[str]) -> None:
+    CORPUS[:] = [corpus]
     for job in jobs:
         what, layout, *rest = job.split(":")
         JOBS[what](folder, layout, *(int(part) if part.isdigit() else part for part in rest))
@@ -262,7 +297,7 @@ def run(folder: Path, jobs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]), sys.argv[2:])
-    dist.barrier()
-    dist.destroy_process_group()
+    where, texts = map(Path, sys.argv[1:3])
+    WORLD[0] = launch(steps.configure("passes", find_place().size, 1, texts).parallel)
+    with WORLD[0].together():
+        run(where, texts, sys.argv[3:])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import folders  # noqa: E402
@@ -14,50 +15,59 @@ from ranks import Ended, Group  # noqa: E402
 pytestmark = pytest.mark.distributed
 
 
-def launch(size: int, folder: Path, *jobs: str) -> list[Ended]:
-    with Group(size, ["tests/distributed/folders.py", str(folder), *jobs], folder.parent / f"logs{size}") as group:
+def launch(size: int, folder: Path, corpus: Path, *jobs: str) -> list[Ended]:
+    command = ["tests/distributed/folders.py", str(folder), str(corpus), *jobs]
+    with Group(size, command, folder.parent / f"logs{size}") as group:
         return group.finish()
 
 
-def succeed(size: int, folder: Path, *jobs: str) -> None:
-    ended = launch(size, folder, *jobs)
+def succeed(size: int, folder: Path, corpus: Path, *jobs: str) -> None:
+    ended = launch(size, folder, corpus, *jobs)
     assert [process.code for process in ended] == [0] * size, "\n".join(process.output for process in ended)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Written by one process: step 7, and exports of the model of step 5."""
     folder = tmp_path_factory.mktemp("spread") / "folders"
     exports = ("export:ep1t1:5:released:released-1", "export:ep1t1:5:plain:plain-1")
-    folders.run(folder, ["save:ep1t1:7", *exports])
+    folders.run(folder, corpus, ["save:ep1t1:7", *exports])
     return folder
 
 
 @pytest.fixture(scope="module")
-def two(one: Path) -> Path:
-    """By two: steps 1, 2 and 3. They also read back, refuse another model and fail together."""
+def two(one: Path, corpus: Path) -> Path:
+    """By two: steps 1, 2 and 3. They also read back, refuse another model and fail together; and train four steps, at
+    once and in two parts.
+    """
     saves = ("save:ep2t2:1", "save:ep1t1:2", "save:ep2t2s:3:background")
     loads = ("load:ep2t2:1:2", "load:ep1t1:1:2", "load:ep2t2s:2:2", "load:ep1t2:3:2", "load:ep2t2:7:1")
     exports = ("export:ep2t2:5:released:released-2", "export:ep2t2s:5:plain:plain-2", "import:ep2t2s:5:plain-1")
-    succeed(2, one, *saves, *loads, *exports, "refuse:ep2t2:1", "fail:ep2t2:4")
+    trains = ("train:ep2:0:4::whole", "train:ep2:2:4:whole:same", "train:ep1:2:4:whole:copies")
+    succeed(2, one, corpus, *saves, *loads, *exports, "refuse:ep2t2:1", "fail:ep2t2:4", *trains)
     return one
 
 
 @pytest.fixture(scope="module")
-def four(two: Path) -> Path:
+def four(two: Path, corpus: Path) -> Path:
     """By four: step 6. They read what one and two wrote."""
     loads = ("load:ep4t4:1:2", "load:ep4t2s:2:2", "load:ep2t4:3:2", "load:ep4t4s:7:1")
     exports = ("export:ep4t4s:5:released:released-4", "export:ep2t4:5:plain:plain-4", "import:ep4t2:5:plain-2")
-    succeed(4, two, "save:ep2t4s:6", *loads, "load:ep2t4s:6:4", *exports)
+    trains = ("train:ep4:2:4:whole:four",)
+    succeed(4, two, corpus, "save:ep2t4s:6", *loads, "load:ep2t4s:6:4", *exports, *trains)
     return two
 
 
-def test_one_process_reads_what_several_wrote(four: Path) -> None:
-    saved_by = {1: 2, 2: 2, 3: 2, 6: 4, 7: 1}
-    folders.run(four, [f"load:ep1t1:{step}:{ranks}" for step, ranks in saved_by.items()])
-    folders.run(four, ["import:ep1t1:5:plain-2", "import:ep1t1:5:plain-4"])
+def test_one_process_reads_what_several_wrote(two: Path, corpus: Path) -> None:
+    folders.run(two, corpus, ["load:ep1t1:1:2", "load:ep1t1:2:2", "load:ep1t1:3:2", "import:ep1t1:5:plain-2"])
 
 
+@pytest.mark.slow
+def test_one_process_reads_what_four_wrote(four: Path, corpus: Path) -> None:
+    folders.run(four, corpus, ["load:ep1t1:6:4", "load:ep1t1:7:1", "import:ep1t1:5:plain-4"])
+
+
+@pytest.mark.slow
 def test_no_rank_writes_what_another_wrote(four: Path) -> None:
     """Replicated tensors are written once, and every rank has its share."""
     step = four / "step-00000006"
@@ -69,20 +79,53 @@ def test_no_rank_writes_what_another_wrote(four: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["released", "plain"])
-def test_several_export_the_folder_of_one(four: Path, kind: str) -> None:
-    wanted = {path.name: path.read_bytes() for path in (four / f"{kind}-1").iterdir()}
+@pytest.mark.parametrize("several", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_several_export_the_folder_of_one(request: pytest.FixtureRequest, several: str, kind: str) -> None:
+    folder, ranks = request.getfixturevalue(several), {"two": 2, "four": 4}[several]
+    wanted = {path.name: path.read_bytes() for path in (folder / f"{kind}-1").iterdir()}
     assert len(wanted) > 5
-    for ranks in (2, 4):
-        assert {path.name: path.read_bytes() for path in (four / f"{kind}-{ranks}").iterdir()} == wanted
+    assert {path.name: path.read_bytes() for path in (folder / f"{kind}-{ranks}").iterdir()} == wanted
+
+
+def test_steps_after_resuming_are_those_without(two: Path, corpus: Path) -> None:
+    """At the same layout to the bit, at others to rounding."""
+    wanted = state_after(two / "whole", corpus)
+    folders.run(two, corpus, ["train:ep1:2:4:whole:alone"])
+    assert farthest(state_after(two / "same", corpus), wanted) == 0.0
+    for layout in ("copies", "alone"):
+        assert 0.0 < farthest(state_after(two / layout, corpus), wanted) < 1e-6, layout
+
+
+@pytest.mark.slow
+def test_steps_after_resuming_on_four_are_those_without(four: Path, corpus: Path) -> None:
+    wanted = state_after(four / "whole", corpus)
+    assert farthest(state_after(four / "four", corpus), wanted) < 1e-6
+
+
+def state_after(folder: Path, corpus: Path) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state after four steps."""
+    run = folders.made("ep1", corpus)
+    folders.resume(run, folder, 4)
+    state = {f"{name} {key}": torch.as_tensor(value)
+             for group in run.optimizer.param_groups
+             for name, parameter in zip(group["names"], group["params"], strict=True)
+             for key, value in run.optimizer.state[parameter].items()}  # fmt: skip
+    assert len(state) > 150 and all(tensor.any() for tensor in state.values())
+    return {**run.model.state_dict(), **state}
+
+
+def farthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max((found[name] - tensor).abs().max().item() for name, tensor in wanted.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", ":background"])
-def test_a_rank_killed_in_its_write_leaves_the_checkpoint_before(tmp_path: Path, how: str) -> None:
+def test_a_rank_killed_in_its_write_leaves_the_checkpoint_before(tmp_path: Path, corpus: Path, how: str) -> None:
     folder = tmp_path / "folders"
-    ended = launch(2, folder, "save:ep2t2:1", f"die:ep2t2:2{how}")
+    ended = launch(2, folder, corpus, "save:ep2t2:1", f"die:ep2t2:2{how}")
     assert ended[1].code == -9 and ended[0].code > 0, ended[0].output
     assert {path.name for path in folder.iterdir()} >= {"step-00000001"}
     assert not (folder / "step-00000002").exists()
-    folders.run(folder, ["load:ep1t1:1:2", "save:ep1t1:2"])
+    folders.run(folder, corpus, ["load:ep1t1:1:2", "save:ep1t1:2"])
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
