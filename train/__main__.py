@@ -14,9 +14,10 @@ from omegaconf import DictConfig
 from train import config, convert, plan, pretrain
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
+from train.rl import task as rl
 from train.watch import LOST, RankLost
 
-TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "plan": plan.run, "convert": convert.run}
+TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "rl": rl.run, "plan": plan.run, "convert": convert.run}
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")

@@ -67,17 +67,7 @@ def build(config: Config, world: World | None = None) -> Run:
     model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
     if config.init_from is not None and token_map is not None:
         check_engram(config.init_from, given, model_config)
-    vision = None if model_config.vision is None else dataclasses.asdict(model_config.vision)
-    train_batches, valid_batches = build_loaders(
-        config.data,
-        tokenizer,
-        seq_len=config.task.seq_len,
-        batch_size=config.task.share(world.size)[0] * world.size,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-        vision=vision,
-    )
+    train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
     model = build_model(
         model_config,
         runtime=config.runtime,
@@ -89,8 +79,37 @@ def build(config: Config, world: World | None = None) -> Run:
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
-    notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
+
+
+class NoLoader:
+    """In the place of a loader where a task writes its own text: it has no position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def open_data(
+    config: Config, world: World, tokenizer: Tokenizer, model_config: ModelConfig, notes: list[str]
+) -> tuple[Any, Any]:
+    """Loaders of training and validation batches; ``notes`` tells what they hold."""
+    if config.rl is not None:
+        return NoLoader(), NoLoader()
+    train_batches, valid_batches = build_loaders(
+        config.data,
+        tokenizer,
+        seq_len=config.task.seq_len,
+        batch_size=config.task.share(world.size)[0] * world.size,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
+    )
+    notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
+    return train_batches, valid_batches
 
 
 def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:

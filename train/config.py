@@ -27,6 +27,7 @@ from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
 from train.errors import InputError
 from train.initial import find_origin
+from train.rl.settings import RlConfig
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
@@ -44,7 +45,7 @@ class TaskConfig:
     rows of a pass (see ``share``).
     """
 
-    kind: Literal["pretrain", "sft", "plan"]  # plan: compute what the rest of this configuration costs
+    kind: Literal["pretrain", "sft", "rl", "plan"]  # plan: compute what the rest of this configuration costs
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: Positive  # rows in one forward pass of a process, at most
@@ -128,6 +129,7 @@ class Config:
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     logger: LoggerConfig
+    rl: RlConfig | None  # task=rl only
     init_from: str | None  # begin with the weights of this checkpoint, and take its model and its tokenizer
 
     @property
@@ -334,9 +336,10 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         if config.data.source != "chat":
             rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
             yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
-        if config.init_from is None:
-            rule, remedy = "task=sft starts from a checkpoint", "Name its folder or a run directory: init_from=..."
-            yield {"init_from"}, problem("init_from", None, rule, remedy)
+    if config.task.kind in ("sft", "rl") and config.init_from is None:
+        rule = f"task={config.task.kind} starts from a checkpoint"
+        yield {"init_from"}, problem("init_from", None, rule, "Name its folder or a run directory: init_from=...")
+    yield from _rl_checks(config)
     parallel = config.parallel
     if parallel.device == "cuda" and not torch.cuda.is_available():
         yield (
@@ -360,6 +363,25 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         rule, remedy = "has no effect with parallel.table_shards = 1", "Raise that, or leave it out"
         keys = {"parallel.shard_embeddings", "parallel.table_shards"}
         yield keys, problem("parallel.shard_embeddings", True, rule, remedy)
+
+
+def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
+    kind, parallel = config.task.kind, config.parallel
+    if (config.rl is None) == (kind == "rl"):
+        rule = "is what task=rl needs" if kind == "rl" else f"has no effect with task={kind}"
+        yield {"rl", "task.kind"}, problem("rl", None if kind == "rl" else "...", rule, "Use task=rl, or leave it out")
+    if config.rl is None:
+        return
+    for text in config.rl.problems(parallel.data_parallel, config.task.seq_len):
+        yield {"rl", "parallel.data_parallel", "task.seq_len"}, f"rl.{text}"
+    if config.task.sample_tokens:
+        rule, remedy = "has no effect with task=rl, which evaluates responses", "Leave it out"
+        yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
+    for key in ("expert_parallel", "table_shards"):
+        if getattr(parallel, key) > 1:
+            rule = "a process that writes responses must hold the whole model"
+            value, remedy = getattr(parallel, key), "Use 1; data_parallel may be more"
+            yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -419,6 +441,8 @@ CHANGEABLE = (
     "task.tokens",
     "task.eval_every",
     "task.sample_",
+    "rl.eval_",
+    "rl.reward_",
     "data.cache_dir",
     "data.paths",  # another place of the same data: the loader refuses to continue with other content
     "data.validation_paths",

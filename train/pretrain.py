@@ -48,7 +48,7 @@ def run(config: Config) -> None:
             save_settings(config, objects)
         report = Reporter(config, state) if world.first else Silent()
         try:
-            _announce(objects, state, report, folder, changes)
+            announce(objects, state, report, folder, changes)
             train(objects, state, report)
             _summarise(objects, state, report)
         finally:
@@ -94,7 +94,8 @@ def only_process_in(directory: Path) -> Iterator[None]:
         yield
 
 
-def _announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+def announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+    """The opening lines: what is trained, from where, and how."""
     size = sum(parameter.numel() for parameter in run.model.parameters())
     report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
     for note in run.notes:
@@ -125,7 +126,7 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
     """The closing lines: what was reached, what the model writes, where everything lies."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
-    task, directory = run.config.task, run.config.run_dir
+    task = run.config.task
     report.stop_bar()
     width = min(shutil.get_terminal_size().columns, 100)
     report.log("=" * width)
@@ -146,6 +147,12 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
     )
+    report_files(run, report)
+
+
+def report_files(run: Run, report: Reporter) -> None:
+    """Export the complete run's model, if that is asked for, and name the files of the run."""
+    directory = run.config.run_dir
     report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
     if run.config.checkpoint.export:
         files = companion_files(run.config.data, run.tokenizer)

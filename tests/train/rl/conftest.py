@@ -1,0 +1,82 @@
+"""A tiny model that has learned to reason for a few tokens and answer, and runs of task=rl that begin with it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from train import pretrain
+from train.config import Config, parse
+
+GRADE = '''
+def grade(record, answer, reasoning):
+    return float(len(answer.strip()) == 1)
+'''
+
+
+@pytest.fixture(scope="session")
+def checkpoint_folder(compose_raw, overrides, tmp_path_factory) -> Path:
+    """Trained on questions that are answered by one or two letters, after a reasoning of one to eight others."""
+    output = tmp_path_factory.mktemp("policy")
+    changes = [f"output={output}", "name=base", "task.tokens=300", "checkpoint.export=plain"]
+    pretrain.run(parse(compose_raw(*overrides, *changes)))
+    draw = random.Random(0)
+    with open(output / "chats.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(200):
+            reasoning = " ".join(draw.choices("abcd", k=draw.randint(1, 8)))
+            answer = "".join(draw.choices("xyz", k=draw.randint(1, 2)))
+            said = [{"role": "user", "content": str(draw.randrange(100))}]
+            said.append({"role": "assistant", "content": answer, "reasoning_content": reasoning})
+            file.write(json.dumps({"messages": said, "effort": draw.randint(1, 100)}) + "\n")
+    kept = [text for text in overrides if not text.startswith(("model=", "data.source", "data.paths", "data.valid"))]
+    changes = ["task=sft", f"output={output}", f"init_from={output}/base/export", f"data.paths=[{output}/chats.jsonl]"]
+    changes += ["data.validation_share=0.1", "optim.schedule.peak=3.0e-2", "task.tokens=20000", "checkpoint.every=1000"]
+    changes += ["task.seq_len=128", "task.micro_batch=4", "task.accumulation=1"]
+    pretrain.run(parse(compose_raw(*kept, *changes)))
+    return output / "sft" / "export"
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory) -> Path:
+    """Records and a reward function of a user's own: an answer of one letter is right."""
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "grade.py").write_text(GRADE)
+    lines = [json.dumps({"prompt": str(n)}) for n in range(7)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def make_rl(compose_raw, overrides, checkpoint_folder: Path, prompts: Path, tmp_path: Path) -> Callable[..., Config]:
+    """``make_rl("key=value", ...)``: 2 prompts under 2 efforts, 3 responses each, in a step."""
+    kept = [text for text in overrides if text.startswith(("optim.", "logger.", "parallel.", "data.cache"))]
+    task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{prompts}/grade.py:grade'}}"
+    fixed = [
+        "task=rl",
+        f"output={tmp_path}",
+        f"init_from={checkpoint_folder}",
+        f"rl.tasks=[{task}]",
+        "rl.efforts=[20,80]",
+        "rl.samples=[3,3]",
+        "rl.prompts=2",
+        "rl.max_tokens=24",
+        "rl.length={c_max: 0.5, k0: 0.5, l_norm: 16.0, spread: 1.0}",
+        "rl.in_flight=24",
+        "rl.ahead=0.0",
+        "rl.eval_prompts=3",
+        "rl.eval_efforts=[20,50]",
+        "rl.reward_workers=1",
+        "rl.reward_seconds=30.0",
+        "task.seq_len=128",
+        "task.micro_batch=2",
+        "task.tokens=1500",
+        "task.eval_every=1000",
+        "optim.schedule.peak=3.0e-3",
+        "checkpoint.every=1",
+        "checkpoint.export=false",
+    ]
+    return lambda *changes: parse(compose_raw(*kept, *fixed, *changes))

@@ -1,0 +1,150 @@
+"""Reward functions in processes of their own: what they return, and what happens when they do not."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from train.errors import InputError
+from train.rl import tasks
+from train.rl.rewards import Outcome, Rewards
+
+MODULE = '''
+import os, subprocess, sys, time
+
+def grade(record, answer, reasoning):
+    do = record["do"]
+    if do == "hang":
+        time.sleep(60)
+    if do == "hang with a child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open(record["file"], "w").write(str(child.pid))
+        child.wait()
+    if do == "crash":
+        os._exit(3)
+    if do == "exit":
+        sys.exit(3)
+    if do == "raise":
+        raise KeyError("no such thing")
+    if do == "print":
+        print('{"reward": 100}', flush=True)
+        os.system("echo noise")
+    if do == "read":
+        return float(sys.stdin.read() == "")
+    known = {"half": 0.5, "nan": float("nan"), "text": "1", "none": None, "print": 0.25, "true": True}
+    return known.get(do, len(answer))
+
+def other(record, answer, reasoning):
+    return len(reasoning)
+
+constant = 1
+'''
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(MODULE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pool(module: str):
+    rewards = Rewards([f"{module}:grade", f"{module}:other", "train.rl.tasks:exact"], workers=2, seconds=1.0)
+    yield rewards
+    rewards.close()
+
+
+def graded(pool: Rewards, *kinds: str, **more: str) -> list[Outcome]:
+    coming = [pool.submit(0, {"do": kind, **more}, "four", "reasoning") for kind in kinds]
+    return [future.result(timeout=30) for future in coming]
+
+
+def test_rewards_come_back_in_order_from_every_function(pool: Rewards) -> None:
+    outcomes = graded(pool, "half", "length", "true", *["half"] * 20)
+    assert [outcome.reward for outcome in outcomes] == [0.5, 4, 1, *[0.5] * 20]
+    assert pool.submit(1, {}, "a", "abc").result() == Outcome(3.0)
+    assert pool.submit(2, {"solution": "7"}, " 7\n", "").result() == Outcome(1.0)
+    assert pool.submit(2, {"solution": "7"}, "77", "").result() == Outcome(0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "detail"),
+    [
+        ("hang", "time", "no answer in 1 s"),
+        ("crash", "crash", "the process ended"),
+        ("exit", "crash", "the process ended"),
+        ("raise", "error", "KeyError: 'no such thing'"),
+        ("nan", "error", "nan"),
+        ("text", "error", "'1'"),
+        ("none", "error", "None"),
+    ],
+)
+def test_a_failure_is_a_zero_reward_with_its_reason(pool: Rewards, kind: str, failure: str, detail: str) -> None:
+    bad, *good = graded(pool, kind, "half", "half", "half")
+    assert (bad.reward, bad.failure) == (0.0, failure) and detail in bad.detail
+    assert good == [Outcome(0.5)] * 3
+
+
+def test_what_a_function_prints_or_reads_is_not_mistaken_for_an_answer(pool: Rewards) -> None:
+    assert graded(pool, "print", "read", "half") == [Outcome(0.25), Outcome(1.0), Outcome(0.5)]
+
+
+def test_a_hanging_function_ends_with_all_that_it_started(pool: Rewards, tmp_path: Path) -> None:
+    outcome, *_ = graded(pool, "hang with a child", file=str(tmp_path / "pid"))
+    assert outcome.failure == "time"
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child runs on")
+
+
+def test_closing_ends_the_processes_whatever_they_do(module: str) -> None:
+    rewards = Rewards([f"{module}:grade"], workers=1, seconds=60)
+    rewards.submit(0, {"do": "hang"}, "", "")
+    pid = rewards._workers[0].process.pid
+    rewards.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{module}:missing", "AttributeError"),
+        ("{module}:constant", "is no function"),
+        ("no.such.module:grade", "ModuleNotFoundError"),
+        ("grade", "must look like package.module:function"),
+        ("/nowhere/mine.py:grade", "FileNotFoundError"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(module: str, name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"rl.tasks: .*{reason}"):
+        Rewards([name.format(module=module)], workers=1, seconds=1.0)
+
+
+def test_the_solutions_of_arithmetic_are_right_at_every_level() -> None:
+    records = [tasks.arithmetic(random.Random(seed)) for seed in range(500)]
+    assert {record["level"] for record in records} == set(range(1, tasks.LEVELS + 1))
+    for record in records:
+        assert eval(record["prompt"].removesuffix(" = ?")) == int(record["solution"])
+
+
+def test_the_solutions_of_letters_are_right() -> None:
+    records = [tasks.letters(random.Random(seed)) for seed in range(50)]
+    assert {record["prompt"].split()[0] for record in records} == {"reverse", "sort"}
+    for record in records:
+        order, word = record["prompt"].split()[0], record["prompt"].split(": ")[1]
+        assert record["solution"] == ("".join(sorted(word)) if order == "sort" else "".join(reversed(word)))
+
+
+def test_tasks_draw_the_same_from_the_same_seed() -> None:
+    for task in (tasks.arithmetic, tasks.letters, tasks.highest):
+        assert task(random.Random("a/1")) == task(random.Random("a/1")) != task(random.Random("a/2"))

@@ -1,0 +1,327 @@
+"""task=rl as a whole, on a tiny model: the same policy in rollout and training, determinism, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.build import build
+from train.checkpoint import State, latest
+from train.config import Config, ConfigError
+from train.loop import Interrupted, resume
+from train.pretrain import begin
+from train.rl import task as rl
+from train.rl.batch import batches, empty_batch, score
+from train.rl.collect import Collector
+from train.rl.rewards import Rewards
+
+
+@pytest.fixture
+def make_policy(make_rl):
+    """``make_policy("key=value", ...)``: the objects of a run that has not begun."""
+    pools: list[Rewards] = []
+
+    def make(*changes: str) -> rl.Policy:
+        config = make_rl(*changes)
+        run = build(config)
+        begin(run)
+        pools.append(Rewards([task.reward for task in config.rl.tasks], 1, config.rl.reward_seconds))
+        return rl.make_policy(run, pools[-1], None)
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def records(config: Config) -> list[dict]:
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for name in ("seconds", "collect_seconds"):
+            line.pop(name, None)
+    return lines
+
+
+def weights(config: Config) -> dict[str, torch.Tensor]:
+    run = build(config)
+    resume(run, latest(config.run_dir / "checkpoints"))
+    return run.model.state_dict()
+
+
+def assert_same_run(a: Config, b: Config) -> None:
+    assert records(a) == records(b)
+    ours, theirs = weights(a), weights(b)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, temperature: float) -> None:
+    """Same selection, same quantisation, and with replay the same experts: within 1e-4 on fresh responses."""
+    policy = make_policy(f"rl.temperature={temperature}")
+    settings = policy.run.config.rl
+    groups = policy.collector.collect()
+    scored = score(groups, settings.length, settings.trained)
+    assert scored.informative.any()
+    made, counts = batches(scored, policy.shape, version=0)
+    assert counts["stale_tokens"] == 0
+    taught = 0
+    for batch in made:
+        seen = rl.log_probs_under(policy.run.model, batch, temperature, replay=True)
+        mask = batch["labels"] >= 0
+        assert (seen - batch["behaviour"])[mask].abs().max() < 1e-4
+        assert (batch["routing"][~mask & (batch["input_ids"] == policy.shape.pad)] == -1).all()
+        taught += int(mask.sum())
+    texts = [r.sample for r, chosen in zip(scored.responses, scored.informative, strict=True) if chosen]
+    assert taught == sum(len(sample.tokens) for sample in texts)
+
+
+def test_batches_hold_every_response_once_with_its_own_advantage(make_policy) -> None:
+    policy = make_policy()
+    settings = policy.run.config.rl
+    scored = score(policy.collector.collect(), settings.length, settings.trained)
+    made, _ = batches(scored, policy.shape, version=0)
+    found = []
+    for batch in made:
+        for row in range(len(batch["seq_lens"])):
+            at = 0
+            for size in filter(None, batch["seq_lens"][row].tolist()):
+                names = ("input_ids", "labels", "advantage", "behaviour", "response")
+                ids, labels, advantage, old, response = (batch[name][row, at : at + size] for name in names)
+                mask = labels >= 0
+                assert torch.equal(labels[mask], ids[mask]) and len(response.unique()) == 1
+                found.append((ids.tolist(), old[mask].tolist(), float(advantage[-1])))
+                at += size
+        assert len(batch["response"][batch["labels"] >= 0].unique()) == (batch["seq_lens"] > 0).sum()
+    expected = [
+        ([*response.sample.request.prompt, *response.sample.tokens], response.sample.log_probs, float(advantage))
+        for response, advantage, taught in zip(scored.responses, scored.advantages, scored.informative, strict=True)
+        if taught
+    ]
+    assert sorted(found) == [(ids, pytest.approx(old), pytest.approx(a)) for ids, old, a in sorted(expected)]
+
+
+def test_stale_tokens_are_not_taught(make_policy) -> None:
+    policy = make_policy("rl.staleness=1")
+    settings = policy.run.config.rl
+    scored = score(policy.collector.collect(), settings.length, settings.trained)
+    for response in scored.responses:
+        sample = response.sample
+        sample.versions = [3 if n < 2 else 4 for n in range(len(sample.tokens))]
+    all_taught = sum(int((b["labels"] >= 0).sum()) for b in batches(scored, policy.shape, version=4)[0])
+    made, counts = batches(scored, policy.shape, version=5)
+    left = sum(int((b["labels"] >= 0).sum()) for b in made)
+    teaching = int(scored.informative.sum())
+    assert counts["stale_tokens"] == all_taught - left == 2 * teaching
+    assert batches(scored, policy.shape, version=9)[1]["stale_tokens"] == all_taught
+
+
+def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:
+    config = make_rl("checkpoint.export=plain", "rl.loss.kl=0.01")
+    rl.run(config)
+    first, *steps, last = records(config)
+    assert len(steps) >= 2 and first["efforts"].keys() == last["efforts"].keys() == {"20", "50"}
+    for step in steps:
+        assert step["efforts"].keys() == {"20", "80"} and step["responses"] == 12 and step["subgroups"] == 4
+        assert {"reward", "accuracy", "length", "skipped", "stale", "masked", "clipped", "kl", "entropy"} <= step.keys()
+        assert step["version_lag"] == 0 and step["ratio"] == pytest.approx(1, abs=1e-3)
+        for values in step["efforts"].values():
+            assert 0 <= values["accuracy"] <= 1 and values["reward"] <= values["task_reward"]
+    assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"], "the reference is the policy at the start"
+    assert steps[-1]["tokens"] == last["tokens"] >= config.task.tokens > steps[-2]["tokens"]
+    log = (config.run_dir / "train.log").read_text()
+    assert "| effort | reward before | reward after |" in log and (config.run_dir / "rl.png").is_file()
+    assert (config.run_dir / "export" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(make_rl) -> None:
+    a, b, c = make_rl("name=a"), make_rl("name=b"), make_rl("name=c", "seed=1")
+    for config in (a, b, c):
+        rl.run(config)
+    assert_same_run(a, b)
+    assert records(a) != records(c)
+
+
+AHEAD = ["rl.ahead=1.0", "rl.in_flight=12", "task.tokens=2500"]
+
+
+def interrupt_after(monkeypatch, polls: int) -> None:
+    """SIGTERM in the middle of writing responses."""
+    inner, count = rl.LocalRollout.poll, iter(range(10**6))
+
+    def poll(self):
+        if next(count) == polls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self)
+
+    monkeypatch.setattr(rl.LocalRollout, "poll", poll)
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_responses_are_written_goes_on_exactly(make_rl, monkeypatch) -> None:
+    """With responses begun under older policies, and for later steps, in flight."""
+    rl.run(make_rl("name=whole", *AHEAD))
+    whole = make_rl("name=whole", *AHEAD)
+    steps = [record for record in records(whole) if record["kind"] == "train"]
+    assert any(step["version_lag"] > 0 for step in steps), "some tokens come from older policies"
+    split = make_rl("name=split", *AHEAD)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 90)
+        with pytest.raises(Interrupted):
+            rl.run(split)
+    (path,) = (split.run_dir / "rollout").glob("step-*")
+    state = torch.load(path, weights_only=True)
+    running = state["rollout"]["running"]
+    assert any(sample["tokens"] for sample in running), "responses were stopped in the middle"
+    assert state["next"] > 0
+    rl.run(split)
+    assert_same_run(whole, split)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_exactly_from_its_last_checkpoint(make_rl, monkeypatch) -> None:
+    rl.run(make_rl("name=whole", *AHEAD))
+    split = make_rl("name=split", *AHEAD)
+
+    class Killed(BaseException):
+        pass
+
+    inner, count = rl.step, iter(range(100))
+
+    def step(*arguments):
+        if next(count) == 2:
+            raise Killed
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "step", step)
+        with pytest.raises(Killed):
+            rl.run(split)
+    rl.run(split)
+    assert_same_run(make_rl("name=whole", *AHEAD), split)
+
+
+@pytest.mark.slow
+def test_rollout_files_are_kept_as_long_as_their_checkpoints(make_rl) -> None:
+    config = make_rl("checkpoint.keep=2", "task.tokens=2500")
+    rl.run(config)
+    steps = {path.name for path in (config.run_dir / "checkpoints").glob("step-*")}
+    assert {path.name.split(".")[0] for path in (config.run_dir / "rollout").iterdir()} == steps and len(steps) == 2
+
+
+@pytest.mark.slow
+def test_a_damaged_rollout_file_is_named(make_rl) -> None:
+    config = make_rl("name=damaged")
+    rl.run(config)
+    path = max((config.run_dir / "rollout").iterdir())
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} cannot be read.*delete both"):
+        rl.run(make_rl("name=damaged", "task.tokens=9000"))
+
+
+@pytest.mark.slow
+def test_a_step_in_which_nothing_differs_updates_nothing_and_counts(make_rl, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text("def grade(record, answer, reasoning):\n    return 1.0\n")
+    task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/same.py:grade'}}"
+    free = "rl.length={c_max: 0.5, k0: 0.0, l_norm: 16.0, spread: 1.0}"
+    config = make_rl("name=same", f"rl.tasks=[{task}]", free, "rl.max_tokens=2", "task.tokens=600")
+    rl.run(config)
+    steps = [record for record in records(config) if record["kind"] == "train"]
+    assert all(step["skipped"] == step["subgroups"] == 4 and "loss" not in step for step in steps) and len(steps) > 1
+    run = build(config)
+    begin(run)
+    assert all(torch.equal(run.model.state_dict()[name], tensor) for name, tensor in weights(config).items())
+
+
+def test_a_batch_of_nothing_teaches_nothing(make_policy) -> None:
+    policy = make_policy()
+    batch = {k: v for k, v in empty_batch(policy.shape).items() if k in ("input_ids", "labels", "seq_lens", "routing")}
+    model = policy.run.model
+    assert model.totals(**batch).supervised == 0
+    losses = model.losses(**batch, totals=model.totals(**batch))
+    assert losses.lm_sum == 0 and torch.isfinite(losses.total)
+
+
+@pytest.mark.slow
+def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def grade(record, answer, reasoning):\n    raise KeyError(answer)\n")
+    task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/bad.py:grade'}}"
+    config = make_rl("name=bad", f"rl.tasks=[{task}]", "task.tokens=600")
+    rl.run(config)
+    failed = [record["failures"]["error"] for record in records(config) if record["kind"] == "train"]
+    assert failed and all(count > 0 for count in failed)
+    assert "reward_error=" in (config.run_dir / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rl.efforts=[20,true]", "rl.efforts"),
+        ("rl.efforts=[0,20]", "rl.efforts: effort=0: must be one of"),
+        ("rl.efforts=[20,101]", "effort=101"),
+        ("rl.efforts=[20,50abc]", "effort='50abc'"),
+        ("rl.eval_efforts=[]", "rl.eval_efforts: efforts=.* at least one"),
+        ("rl.samples=[3]", "rl.samples = .3.: must have one number for each of the 2 efforts"),
+        ("rl.samples=[1,3]", "a response alone has no other"),
+        ("rl.in_flight=2", "rl.in_flight = 2: a subgroup of 3 responses must fit"),
+        ("rl.max_tokens=128", "rl.max_tokens = 128: with its prompt"),
+        ("rl.tasks=[]", "rl.tasks"),
+        ("rl.length.k0=-1.0", "rl.length.k0"),
+        ("init_from=null", "task=rl starts from a checkpoint"),
+        ("task.sample_tokens=3", "task.sample_tokens = 3: has no effect with task=rl"),
+        ("parallel.expert_parallel=2", "must hold the whole model"),
+        ("rl=null", "rl = null: is what task=rl needs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make_rl, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_rl(change)
+
+
+def test_the_section_is_for_its_task_only(make_config) -> None:
+    task = "{prompts: a:b, reward: a:b}"
+    given = "{tasks: [" + task + "], efforts: [1], samples: [2], prompts: 1, max_tokens: 9, temperature: 1.0, "
+    given += "length: {c_max: 1.0, k0: 1.0, l_norm: 1.0, spread: 1.0}, staleness: 1, ahead: 0.0, in_flight: 2, "
+    given += "loss: {clip_low: 0.1, clip_high: 0.1, drift: null, kl: 0.0}, reward_workers: 1, reward_seconds: 1.0, "
+    given += "eval_prompts: 1, eval_efforts: [1]}"
+    with pytest.raises(ConfigError, match="rl = .*: has no effect with task=pretrain"):
+        make_config(f"rl={given}")
+
+
+def test_a_prompt_that_does_not_fit_a_row_is_named(make_policy, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 200}) + "\n")
+    task = f"{{prompts: '{tmp_path}/long.jsonl', reward: '{prompts}/grade.py:grade'}}"
+    policy = make_policy(f"rl.tasks=[{task}]")
+    with pytest.raises(ValueError, match="a prompt has .* tokens.*Raise task.seq_len or leave it out: .*word"):
+        policy.collector.collect()
+
+
+def test_the_state_of_a_collector_is_independent_of_the_one_it_was_taken_from(make_policy) -> None:
+    """Two collectors over one model, the second continuing a copy of the first's state, go the same way."""
+    policy = make_policy(*AHEAD[:2])
+    first: Collector = policy.collector
+    first.collect()
+    buffer = json.dumps({"next": first.next})
+    torch.save(first.state_dict(), policy.run.config.run_dir.parent / "state.pt")
+    state = torch.load(policy.run.config.run_dir.parent / "state.pt", weights_only=True)
+    assert json.loads(buffer)["next"] == state["next"]
+    second = rl.make_policy(policy.run, first.rewards, None).collector
+    second.load_state_dict(state)
+    ours, theirs = first.collect(), second.collect()
+    assert [(g.number, [r.sample.tokens for r in g.responses]) for g in ours] == [
+        (g.number, [r.sample.tokens for r in g.responses]) for g in theirs
+    ]
+
+
+def test_state_counts_tokens_of_all_responses(make_policy) -> None:
+    policy, state = make_policy(), State()
+    groups = policy.collector.collect()
+    record = rl.step(policy, groups, state)
+    samples = [response.sample for group in groups for response in group.responses]
+    assert state.step == 1
+    assert state.tokens == record["tokens"] == sum(len(s.request.prompt) + len(s.tokens) for s in samples)

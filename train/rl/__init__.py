@@ -1,0 +1,1 @@
+"""Reinforcement learning conditioned on reasoning effort (``task=rl``)."""

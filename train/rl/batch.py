@@ -1,0 +1,127 @@
+"""Graded subgroups -> packed rows with what the objective needs, and the numbers of a step.
+
+All tensors of a batch lie as its labels do: the value of a token stands at the token. Labels are -100 at prompts, and
+at response tokens that are too stale to be trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.packing import pack
+from model.generate import Sample
+from train.rl.collect import Response, Subgroup
+from train.rl.effort import LengthTerm, centre
+from train.rollout import routing_of
+
+IGNORE = -100
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the batches: tokens in a row, rows in a forward pass; and what the model and the objective ask for."""
+
+    seq_len: int
+    rows: int
+    pad: int
+    layers: int
+    experts_per_token: int
+    staleness: int  # versions that a token may be older than the policy
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The responses of a step in one order: rewards with the length term, advantages, and whether they teach."""
+
+    responses: list[Response]
+    efforts: Tensor  # int64 [N]
+    rewards: Tensor  # fp64 [N]
+    advantages: Tensor  # fp64 [N]
+    informative: Tensor  # bool [N]
+    subgroups: int
+    skipped: int  # subgroups without variance
+
+
+def score(groups: Sequence[Subgroup], length: LengthTerm, trained: Sequence[int]) -> Scored:
+    """Rewards with the length term, centred in every subgroup."""
+    responses = [response for group in groups for response in group.responses]
+    owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
+    efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
+    task = torch.tensor([response.outcome.reward for response in responses], dtype=torch.float64)
+    lengths = torch.tensor([response.length for response in responses])
+    rewards = task + length.reward(lengths, efforts, trained)
+    advantages, informative = centre(rewards, owner)
+    skipped = len(groups) - len(owner[informative].unique())
+    return Scored(responses, efforts, rewards, advantages, informative, len(groups), skipped)
+
+
+def batches(scored: Scored, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
+    """(packed batches of the responses that teach, counts: tokens of responses, stale tokens among the taught ones)."""
+    chosen = [n for n in range(len(scored.responses)) if scored.informative[n]]
+    pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in chosen]
+    counts = {
+        "response_tokens": sum(len(response.sample.tokens) for response in scored.responses),
+        "stale_tokens": sum(len(scored.responses[n].sample.tokens) for n in chosen)
+        - sum(int((piece["labels"] != IGNORE).sum()) for piece in pieces),
+    }
+    if not pieces:
+        return [], counts
+    rows = pack(np.array([len(piece["labels"]) for piece in pieces]), shape.seq_len)
+    lines = [
+        [pieces[document] for document in rows.document[rows.offsets[row] : rows.offsets[row + 1]]]
+        for row in range(len(rows))
+    ]
+    return [_batch(lines[at : at + shape.rows], shape) for at in range(0, len(lines), shape.rows)], counts
+
+
+def empty_batch(shape: Shape) -> Batch:
+    """A batch that teaches nothing, for a process that has fewer than others: two tokens of padding."""
+    return _batch([[_blank((2,), shape)]], shape)
+
+
+def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
+    """The tensors of a batch without any response."""
+    return {
+        "input_ids": torch.full(places, shape.pad),
+        "labels": torch.full(places, IGNORE),
+        "behaviour": torch.zeros(places),
+        "advantage": torch.zeros(places),
+        "response": torch.zeros(places, dtype=torch.int64),
+        "routing": torch.full((*places, shape.layers, shape.experts_per_token), -1, dtype=torch.int16),
+    }
+
+
+def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batch:
+    """One response with its prompt."""
+    ids, start = torch.tensor([*sample.request.prompt, *sample.tokens]), len(sample.request.prompt)
+    piece = _blank((len(ids),), shape)
+    fresh = torch.tensor(sample.versions) >= version - shape.staleness
+    piece["input_ids"] = ids
+    piece["labels"][start:] = ids[start:].masked_fill(~fresh, IGNORE)
+    piece["behaviour"][start:] = torch.tensor(sample.log_probs)
+    piece["advantage"][start:] = advantage
+    piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
+    return piece
+
+
+def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
+    """Rows [rows, seq_len] of pieces, which are numbered through as responses."""
+    batch = _blank((len(lines), shape.seq_len), shape)
+    lengths = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.int64)
+    number = 0
+    for row, pieces in enumerate(lines):
+        at = 0
+        for column, piece in enumerate(pieces):
+            size = len(piece["labels"])
+            for name in batch:
+                batch[name][row, at : at + size] = piece[name]
+            batch["response"][row, at : at + size] = number
+            lengths[row, column] = size
+            number, at = number + 1, at + size
+    return {**batch, "seq_lens": lengths}

@@ -1,0 +1,217 @@
+"""Collecting responses: which prompt starts when, what is graded when, and which subgroups a step trains on.
+
+Subgroup number n holds the responses to prompt n // efforts under effort n % efforts. A subgroup starts as soon as so
+many responses of any others are done that it fits: the bounds are the responses in flight, and those sent out but not
+yet trained on, so that none becomes much older than the policy. A step takes the first subgroups that are complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from data.chat import prompt_ids
+from data.tokenizer import special_ids
+from model.generate import Request, Sample
+from train.errors import InputError
+from train.rl.prompts import Prompts, messages_of
+from train.rl.rewards import Outcome, Rewards
+from train.rollout import Rollout, pack_sample, unpack_sample
+
+
+@dataclass
+class Response:
+    """A finished sample read as text: reasoning tokens (all, if `</think>` never came), and what its task gave it."""
+
+    sample: Sample
+    length: int
+    outcome: Outcome
+
+
+@dataclass
+class Subgroup:
+    """The responses to one prompt under one effort, by member."""
+
+    number: int
+    task: int
+    record: dict[str, Any]
+    effort: int
+    size: int
+    samples: dict[int, Sample] = field(default_factory=dict)
+    responses: list[Response] = field(default_factory=list)  # once all samples are there and graded
+
+    @property
+    def complete(self) -> bool:
+        return len(self.samples) == self.size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked, and the bounds of it. All counts are of this process.
+
+    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: of a
+    step. in_flight: responses at once at most. ahead: responses sent out but not trained on, as a share of a step's, at
+    most 1 + ahead.
+    """
+
+    efforts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    subgroups: int
+    max_tokens: int
+    max_length: int
+    temperature: float
+    in_flight: int
+    ahead: float
+    seed: int
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def outstanding(self) -> int:
+        """Responses that may be sent out and not yet trained on."""
+        per_step = self.subgroups * sum(self.sizes) / len(self.sizes)
+        return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
+
+
+class Collector:
+    """Keeps a rollout busy and hands out graded subgroups. Deterministic over a rollout that is."""
+
+    def __init__(self, plan: Plan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
+        self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards
+        self.tokenizer = tokenizer
+        self.eos, self.end_think = special_ids(tokenizer).eos, tokenizer.token_to_id("</think>")
+        self.next = 0  # subgroups of this process begun so far
+        self.open: dict[int, Subgroup] = {}  # being written, by number
+        self.ready: list[Subgroup] = []  # all samples there, in that order
+        self.owner: dict[int, tuple[int, int]] = {}  # sample id -> subgroup, member
+        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by subgroup: length, coming reward
+
+    @property
+    def outstanding(self) -> int:
+        """Responses sent out and not yet handed over."""
+        return sum(group.size for group in (*self.open.values(), *self.ready))
+
+    def collect(self, stop: Callable[[], bool] = lambda: False) -> list[Subgroup] | None:
+        """The graded subgroups of the next step; None as soon as ``stop`` says so."""
+        while len(self.ready) < self.plan.subgroups:
+            if stop():
+                return None
+            self._dispatch()
+            for sample in self.rollout.poll():
+                self._receive(sample)
+        chosen, self.ready = self.ready[: self.plan.subgroups], self.ready[self.plan.subgroups :]
+        for group in chosen:
+            graded = self._grades.pop(group.number)
+            group.responses = [
+                Response(group.samples[member], length, coming if isinstance(coming, Outcome) else coming.result())
+                for member, (length, coming) in enumerate(graded)
+            ]
+        return chosen
+
+    def put_back(self, groups: list[Subgroup]) -> None:
+        """Undo a ``collect`` whose subgroups were not trained on."""
+        self.ready = [*groups, *self.ready]
+        for group in groups:
+            self._grades[group.number] = [(response.length, response.outcome) for response in group.responses]
+
+    def _dispatch(self) -> None:
+        plan = self.plan
+        while True:
+            prompt, kind = divmod(self.next, len(plan.efforts))
+            size = plan.sizes[kind]
+            if self.rollout.in_flight + size > plan.in_flight or self.outstanding + size > plan.outstanding:
+                return
+            prompt = prompt * plan.ranks + plan.rank
+            task, record = self.prompts.at(prompt)
+            group = Subgroup(prompt * len(plan.efforts) + kind, task, record, plan.efforts[kind], size)
+            for member, request in enumerate(self.requests(group)):
+                self.owner[self.rollout.submit(request)] = group.number, member
+            self.open[group.number] = group
+            self.next += 1
+
+    def requests(self, group: Subgroup) -> list[Request]:
+        """One for each response. The draws depend on the subgroup's number and the member, not on who runs them."""
+        plan = self.plan
+        prompt = tuple(prompt_ids(self.tokenizer, messages_of(group.record), thinking=True, effort=group.effort))
+        room = plan.max_length - len(prompt)
+        if room < plan.max_tokens:
+            raise InputError(
+                f"rl.tasks: a prompt has {len(prompt)} tokens, its response up to rl.max_tokens = {plan.max_tokens}: "
+                f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or leave it out: "
+                f"{str(group.record)[:200]}"
+            )
+        stop = frozenset([self.eos])
+        seeds = (draw_seed(plan.seed, group.number, member) for member in range(group.size))
+        return [Request(prompt, plan.max_tokens, plan.temperature, seed=seed, stop=stop) for seed in seeds]
+
+    def _receive(self, sample: Sample) -> None:
+        number, member = self.owner.pop(sample.id)
+        group = self.open[number]
+        group.samples[member] = sample
+        if group.complete:
+            self.ready.append(self.open.pop(number))
+            self._grade(group)
+
+    def _grade(self, group: Subgroup) -> None:
+        grades = []
+        for member in range(group.size):
+            length, texts = self.read(group.samples[member])
+            if texts is None:
+                grades.append((length, Outcome(0.0)))
+            else:
+                grades.append((length, self.rewards.submit(group.task, group.record, *texts)))
+        self._grades[group.number] = grades
+
+    def read(self, sample: Sample) -> tuple[int, tuple[str, str] | None]:
+        """(reasoning tokens, (answer, reasoning)); no texts for a response that never came to its answer's end."""
+        tokens = sample.tokens
+        if self.end_think not in tokens:
+            return len(tokens) - (tokens[-1] == self.eos), None
+        length = tokens.index(self.end_think)
+        if sample.finish != "stop":
+            return length, None
+        parts = tokens[length + 1 : -1], tokens[:length]
+        answer, reasoning = (self.tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+        return length, (answer, reasoning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that has begun, as tensors and plain containers; what was not graded yet is graded again."""
+        return {
+            "next": self.next,
+            "open": [_packed(group) for group in self.open.values()],
+            "ready": [_packed(group) for group in self.ready],
+            "owner": [(key, *value) for key, value in self.owner.items()],
+            "rollout": self.rollout.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``."""
+        self.next = state["next"]
+        self.open = {group.number: group for group in map(_unpacked, state["open"])}
+        self.ready = [_unpacked(group) for group in state["ready"]]
+        self.owner = {key: (number, member) for key, number, member in state["owner"]}
+        self.rollout.load_state_dict(state["rollout"])
+        for group in self.ready:
+            self._grade(group)
+
+
+def draw_seed(*key: int) -> int:
+    """A seed of its own for every key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
+
+
+def _packed(group: Subgroup) -> dict[str, Any]:
+    fields = ("number", "task", "record", "effort", "size")
+    samples = {member: pack_sample(sample) for member, sample in group.samples.items()}
+    return {**{name: getattr(group, name) for name in fields}, "samples": samples}
+
+
+def _unpacked(state: dict[str, Any]) -> Subgroup:
+    samples = {member: unpack_sample(sample) for member, sample in state["samples"].items()}
+    return Subgroup(**{**state, "samples": samples})

@@ -1,0 +1,85 @@
+"""Reasoning effort in the reward: the length term and the subgroups (V4.1 report, arXiv 2609.19969, post-training).
+
+A response of ``len`` reasoning tokens under effort b is rewarded by its task's reward and by
+
+    r_len = -min(C_max, k(b) * len / L_norm),    k(b) = k0 * exp(-(b - b_min) / tau),    tau = lambda * mean spacing
+
+where b_min and the mean spacing are those of the efforts that are trained: the lower the effort, the more a token
+costs. Rewards are compared inside a subgroup only, the responses to one prompt under one effort, so that efforts never
+compete with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from data.chat import effort_budget
+
+
+@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), frozen=True)
+class LengthTerm:
+    """The constants of the length term; the report gives none, so the defaults in ``conf/`` are ours."""
+
+    c_max: Annotated[float, Field(ge=0)]  # C_max: a response never loses more than this
+    k0: Annotated[float, Field(ge=0)]  # price of l_norm tokens at the lowest effort; 0: length costs nothing
+    l_norm: Annotated[float, Field(gt=0)]  # L_norm, tokens
+    spread: Annotated[float, Field(gt=0)]  # lambda: efforts, in mean spacings, over which the price falls by e
+
+    def price(self, effort: Tensor, trained: Sequence[int]) -> Tensor:
+        """k(b) of efforts [N], given the efforts that are trained. A single one has no spacing: the price is k0."""
+        lowest, spacing = min(trained), mean_spacing(trained)
+        if not spacing:
+            return torch.full_like(effort, self.k0, dtype=torch.float64)
+        return self.k0 * torch.exp(-(effort.double() - lowest) / (self.spread * spacing))
+
+    def reward(self, length: Tensor, effort: Tensor, trained: Sequence[int]) -> Tensor:
+        """r_len, fp64 [N], of responses with ``length`` [N] reasoning tokens under ``effort`` [N]."""
+        same_vector(length=length, effort=effort)
+        return -(self.price(effort, trained) * length.double() / self.l_norm).clamp(max=self.c_max)
+
+
+def training_efforts(values: Sequence[int | str]) -> list[int]:
+    """The efforts of a configuration as numbers in 1..100, by name or number.
+
+    Raises:
+        ValueError: one is no effort, none is given, or two are equal.
+    """
+    efforts = [effort_budget(value) for value in values]
+    if not efforts or len(set(efforts)) < len(efforts):
+        raise ValueError(f"efforts={list(values)!r}: must be at least one, and all different")
+    return efforts
+
+
+def mean_spacing(efforts: Sequence[int]) -> float:
+    """Mean distance of neighbouring efforts; 0 for a single one."""
+    return (max(efforts) - min(efforts)) / max(len(efforts) - 1, 1)
+
+
+def centre(rewards: Tensor, subgroup: Tensor) -> tuple[Tensor, Tensor]:
+    """(advantages fp64 [N], informative bool [N]) of rewards [N] in the subgroups int64 [N].
+
+    An advantage is the reward minus the mean of its subgroup, not divided by a deviation. A subgroup of equal rewards
+    teaches nothing and is not informative.
+    """
+    same_vector(rewards=rewards, subgroup=subgroup)
+    _, member, count = subgroup.unique(return_inverse=True, return_counts=True)
+    rewards = rewards.double()
+    zeros = rewards.new_zeros(len(count))
+    mean = zeros.index_add(0, member, rewards) / count
+    highest = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)
+    return rewards - mean[member], (highest > lowest)[member]
+
+
+def same_vector(**tensors: Tensor) -> None:
+    """Raise ValueError unless all are of one shape [N]: (N,) against (N, N) or (N, 1) would broadcast in silence."""
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    first = next(iter(tensors.values()))
+    if first.dim() != 1 or any(tensor.shape != first.shape for tensor in tensors.values()):
+        raise ValueError(f"one value for each response is needed, all of one shape [N], got {shapes}")

@@ -1,0 +1,104 @@
+"""What a run of reinforcement learning prints, records and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.metrics import Reporter, shown
+
+MEASURES = ("reward", "accuracy", "length")
+STYLES = {"train": {"linewidth": 0.8, "alpha": 0.6}, "valid": {"marker": "o", "linestyle": ""}}
+
+
+class RlReporter(Reporter):
+    """A ``Reporter`` whose steps have rewards instead of targets; it draws ``rl.png``."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.log(step_line(record))
+        self._record({"kind": "train", **record})
+        if self.bar is not None:
+            speed = record["tokens"] / max(record["seconds"], 1e-9)
+            self.bar.update(
+                self.task, completed=min(record["tokens"], self.total_tokens), loss=record.get("loss", 0.0), speed=speed
+            )
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        self.log(evaluation_line(record))
+        self._record({"kind": "valid", **record})
+        self.plot()
+
+    def plot(self) -> Path:
+        """Draw ``rl.png`` from everything recorded so far."""
+        path = self.directory / "rl.png"
+        plot(self.records, path)
+        return path
+
+
+def step_line(record: Mapping[str, Any]) -> str:
+    """One greppable line of ``key=value`` pairs; length by effort."""
+    parts = [
+        f"step={record['step']}",
+        f"reward={record['reward']:.3f}",
+        f"accuracy={record['accuracy']:.3f}",
+        f"length={_by_effort(record, 'length', '.1f')}",
+        f"skipped={record['skipped']}/{record['subgroups']}",
+        f"entropy={record['entropy']:.3f}",
+        f"clipped={record['clipped']:.3f}",
+        f"masked={record['masked']:.3f}",
+        f"stale={record['stale']:.3f}",
+        f"lag={record['version_lag']:.2f}",
+        f"kl={record['kl']:.1e}",
+        f"grad_norm={shown(record.get('grad_norm'), '.3f')}",
+        f"lr={shown(record.get('lr'), '.1e')}",
+        f"tokens={record['tokens']}",
+        f"seconds={record['seconds']:.1f}",
+        f"collect={record['collect_seconds'] / max(record['seconds'], 1e-9):.0%}",
+    ]
+    parts += [f"reward_{name}={count}" for name, count in sorted(record["failures"].items())]
+    return " ".join(parts)
+
+
+def evaluation_line(record: Mapping[str, Any]) -> str:
+    """The same of an evaluation, every measure by effort."""
+    shares = [f"{name}={_by_effort(record, name, '.1f' if name == 'length' else '.3f')}" for name in MEASURES]
+    failures = [f"reward_{name}={count}" for name, count in sorted(record["failures"].items())]
+    return " ".join([f"step={record['step']}", "held out:", *shares, *failures, f"seconds={record['seconds']:.1f}"])
+
+
+def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """Every effort on the held-out prompts, before and after, as a Markdown table."""
+    head = ["effort", *(f"{name} {when}" for name in MEASURES for when in ("before", "after"))]
+    rows = []
+    for effort in sorted(last["efforts"], key=int):
+        cells = [(first["efforts"].get(effort, {}).get(m), last["efforts"][effort][m], m) for m in MEASURES]
+        rows.append([effort, *(shown(v, ".1f" if m == "length" else ".3f") for *values, m in cells for v in values)])
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Reward, accuracy and reasoning length by effort over steps: training as lines, held-out prompts as dots."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    efforts = sorted({int(effort) for record in records for effort in record["efforts"]})
+    colours = {e: colormaps["viridis"](n / max(len(efforts) - 1, 1)) for n, e in enumerate(efforts)}
+    for axes, name in zip(figure.subplots(1, len(MEASURES)), MEASURES, strict=True):
+        for effort in efforts:
+            for kind, style in STYLES.items():
+                chosen = [r for r in records if r["kind"] == kind and str(effort) in r["efforts"]]
+                values = [r["efforts"][str(effort)][name] for r in chosen]
+                label = f"effort {effort}" if kind == "valid" else None
+                axes.plot([r["step"] for r in chosen], values, color=colours[effort], label=label, **style)
+        axes.set(xlabel="step", title={"length": "reasoning tokens"}.get(name, name))
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _by_effort(record: Mapping[str, Any], name: str, form: str) -> str:
+    return ",".join(f"{effort}:{values[name]:{form}}" for effort, values in record["efforts"].items())

@@ -1,0 +1,149 @@
+"""Reward functions, run in processes of their own with a time limit: what hangs or crashes costs one reward.
+
+A reward function is plain Python, ``reward(record, answer, reasoning) -> float``: ``record`` is the prompt's record,
+``answer`` the text behind ``</think>`` without the end of sequence, ``reasoning`` the text before it. It is named as
+``package.module:function`` or ``path/to/file.py:function``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from train.errors import InputError
+
+START_SECONDS = 120.0  # for the imports of a reward module
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A reward, and why it is 0 if the function gave none: time, crash, or error (with what it raised)."""
+
+    reward: float
+    failure: str | None = None
+    detail: str = ""
+
+
+class Rewards:
+    """A pool of worker processes that live as long as it does; one that hangs or crashes is replaced.
+
+    Args:
+        functions: names, see the module's description.
+        seconds: of one call.
+
+    Raises:
+        InputError: a function cannot be loaded.
+    """
+
+    def __init__(self, functions: list[str], workers: int, seconds: float):
+        self.functions, self.seconds = functions, seconds
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(workers, "rewards")
+        try:
+            for _ in range(workers):
+                worker = _Worker(functions)
+                self._workers.append(worker)
+                self._idle.put(worker)
+            for worker in self._workers:
+                worker.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, function: int, record: dict[str, Any], answer: str, reasoning: str) -> Future[Outcome]:
+        """The coming reward of a response by the function of this number."""
+        request = {"function": function, "record": record, "answer": answer, "reasoning": reasoning}
+        return self._threads.submit(self._call, request)
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _call(self, request: dict[str, Any]) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.call(request, self.seconds)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process; used by one thread at a time."""
+
+    def __init__(self, functions: list[str]):
+        self.functions, self.closed = functions, False
+        self._start()
+
+    def wait_ready(self) -> None:
+        if self.ready:
+            return
+        line = self._read(START_SECONDS)
+        if not line or "error" in line:
+            reason = line["error"] if line else "its module did not load in time, or ended the process"
+            raise InputError(f"rl.tasks: a reward function of {', '.join(self.functions)} cannot be used: {reason}")
+        self.ready = True
+
+    def call(self, request: dict[str, Any], seconds: float) -> Outcome:
+        self.wait_ready()
+        self._write(request)
+        line = self._read(seconds)
+        if not line:
+            self._end()
+            if not self.closed:
+                self._start()
+            if line is None:
+                return Outcome(0.0, "time", f"no answer in {seconds:g} s")
+            return Outcome(0.0, "crash", "the process ended")
+        return Outcome(line["reward"]) if "reward" in line else Outcome(0.0, "error", line["error"])
+
+    def close(self) -> None:
+        self.closed = True
+        self._end()
+
+    def _start(self) -> None:
+        self.ready, self._rest = False, b""
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that what it started ends with it
+        )
+        self._write({"path": [entry or os.getcwd() for entry in sys.path], "functions": self.functions})
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):  # the process is gone, which reading finds out
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _read(self, seconds: float) -> dict[str, Any] | None:
+        """The next line; None if it does not come in time, {} if the process has ended."""
+        end = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                return None
+            read = os.read(self.process.stdout.fileno(), 65536)
+            if not read:
+                return {}
+            self._rest += read
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)

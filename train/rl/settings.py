@@ -1,0 +1,75 @@
+"""The ``rl`` section of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from train.rl.effort import LengthTerm, training_efforts
+from train.rl.objective import PolicyLoss
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+Positive = Annotated[int, Field(ge=1)]
+Effort = Any  # a name or a number, checked by `effort_budget`, to which a bool is none
+
+
+@dataclass(config=STRICT, frozen=True)
+class RlTask:
+    """A kind of prompt and what its answers are worth."""
+
+    prompts: str  # a JSONL file of records, or a function that draws one; see train/rl/prompts.py
+    reward: str  # a function; see train/rl/rewards.py
+    held_out: str | None = None  # the same for evaluation; null: further draws of the function, or the training records
+
+
+@dataclass(config=STRICT, frozen=True)
+class RlConfig:
+    """What is asked, how responses are rewarded, and how old they may be when they are trained on."""
+
+    tasks: Annotated[list[RlTask], Field(min_length=1)]
+    efforts: list[Effort]  # every prompt is asked under each of them, by number or name
+    samples: list[Positive]  # responses to a prompt under each effort (the report's M_b), in the order of the efforts
+    prompts: Positive  # in a step, over all processes
+    max_tokens: Annotated[int, Field(ge=2)]  # of a response; one that is longer is cut and gets no reward
+    temperature: Annotated[float, Field(gt=0)]
+    length: LengthTerm
+    loss: PolicyLoss
+    staleness: Annotated[int, Field(ge=0)]  # tokens drawn more policy versions ago than this are not trained on
+    ahead: Annotated[float, Field(ge=0)]  # responses begun for later steps, as a share of a step's; 0: none
+    in_flight: Positive  # responses that a process writes at once
+    reward_workers: Positive  # processes that call reward functions
+    reward_seconds: Annotated[float, Field(gt=0)]  # of a call; then it counts as 0
+    eval_prompts: Positive  # held-out prompts of an evaluation, each asked once under every effort
+    eval_efforts: list[Effort]
+
+    @property
+    def trained(self) -> list[int]:
+        return training_efforts(self.efforts)
+
+    @property
+    def evaluated(self) -> list[int]:
+        return training_efforts(self.eval_efforts)
+
+    def problems(self, ranks: int, seq_len: int) -> Iterator[str]:
+        """What is wrong with these settings beside their types: 'key = value: rule. remedy' without the section."""
+        for key in ("efforts", "eval_efforts"):
+            try:
+                training_efforts(getattr(self, key))
+            except ValueError as error:
+                yield f"{key}: {error}"
+        if len(self.samples) != len(self.efforts):
+            rule = f"must have one number for each of the {len(self.efforts)} efforts"
+            yield f"samples = {self.samples}: {rule}. Give as many"
+        if min(self.samples) < 2:
+            yield f"samples = {self.samples}: a response alone has no other to be compared with. Give 2 or more"
+        if self.prompts % ranks:
+            yield f"prompts = {self.prompts}: must be a multiple of parallel.data_parallel = {ranks}. Choose one"
+        if self.in_flight < max(self.samples):
+            rule = f"a subgroup of {max(self.samples)} responses must fit"
+            yield f"in_flight = {self.in_flight}: {rule}. Raise it"
+        if self.max_tokens >= seq_len:
+            rule = f"with its prompt, a response must fit a row of task.seq_len = {seq_len}"
+            yield f"max_tokens = {self.max_tokens}: {rule}. Raise task.seq_len"

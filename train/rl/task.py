@@ -1,0 +1,384 @@
+"""``task=rl``: collect graded responses, take a step of the policy gradient, go on under the new policy.
+
+Read ``train`` first, then ``collect.py``, ``batch.py`` and ``objective.py``. A step here is ``train.loop.train_step``
+with another objective; checkpoints, resuming and stopping are those of every run, with the state of the rollout beside
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.tokenizer import special_ids
+from model import DeepseekV41, Losses, Totals, token_log_probs
+from train.build import Run, build
+from train.checkpoint import Background, CheckpointError, State
+from train.config import Config
+from train.engine import launch
+from train.errors import given
+from train.loop import Interrupted, NonFiniteError, precision, resume, save, stop_signals, to_device, train_step
+from train.metrics import Silent
+from train.pretrain import announce, begin, find_state, only_process_in, report_files, save_settings
+from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
+from train.rl.collect import Collector, Plan, Subgroup
+from train.rl.objective import PolicyObjective
+from train.rl.prompts import Prompts
+from train.rl.report import RlReporter, table
+from train.rl.rewards import Rewards
+from train.rollout import LocalRollout
+
+NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
+
+
+@dataclass
+class Policy:
+    """A run with what reinforcement learning adds to it."""
+
+    run: Run
+    collector: Collector  # of the training prompts
+    held_out: Prompts
+    reference: DeepseekV41 | None  # the policy that the run began with, if the loss asks for it
+    shape: Shape
+
+
+def run(config: Config) -> None:
+    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+
+    Raises:
+        InputError, DataError, OSError: what was given cannot be used.
+        NonFiniteError, Interrupted: see ``train``.
+    """
+    world = launch(config.parallel)
+    alone = only_process_in(config.run_dir) if world.first else nullcontext()
+    with alone, world.together(Interrupted, NonFiniteError):
+        folder, changes = world.from_first(find_state(config))
+        if world.first:
+            print("Preparing tokenizer, tasks and model ...", flush=True)
+        with given():
+            objects = build(config, world)
+            state = begin(objects)
+            reference = copy.deepcopy(objects.model).requires_grad_(False) if config.rl.loss.kl else None
+            if folder:
+                state = resume(objects, folder)
+        rewards = Rewards([task.reward for task in config.rl.tasks], config.rl.reward_workers, config.rl.reward_seconds)
+        try:
+            policy = make_policy(objects, rewards, reference)
+            if folder:
+                policy.collector.load_state_dict(read_rollout(policy, state))
+            if world.first:
+                save_settings(config, objects)
+            report = RlReporter(config, state) if world.first else Silent()
+            try:
+                announce(objects, state, report, folder, changes)
+                train(policy, state, report)
+                _summarise(policy, state, report)
+            finally:
+                report.close()
+        finally:
+            rewards.close()
+
+
+def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
+    """The objects of ``config.rl``."""
+    config, settings, text = run.config, run.config.rl, run.model_config.text
+    plan = Plan(
+        efforts=tuple(settings.trained),
+        sizes=tuple(settings.samples),
+        subgroups=settings.prompts // run.world.size * len(settings.efforts),
+        max_tokens=settings.max_tokens,
+        max_length=config.task.seq_len,
+        temperature=settings.temperature,
+        in_flight=settings.in_flight,
+        ahead=settings.ahead,
+        seed=config.seed,
+        rank=run.world.rank,
+        ranks=run.world.size,
+    )
+    prompts = Prompts([task.prompts for task in settings.tasks], config.seed)
+    held_out = Prompts([task.held_out or task.prompts for task in settings.tasks], "held out")
+    shape = Shape(
+        seq_len=config.task.seq_len,
+        rows=config.task.micro_batch,
+        pad=special_ids(run.tokenizer).pad,
+        layers=text.num_hidden_layers,
+        experts_per_token=text.num_experts_per_tok,
+        staleness=settings.staleness,
+    )
+    rollout = LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+    return Policy(run, Collector(plan, prompts, rollout, rewards, run.tokenizer), held_out, reference, shape)
+
+
+def train(policy: Policy, state: State, report: RlReporter) -> None:
+    """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
+
+    Raises:
+        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C, also in the middle of collecting.
+        NonFiniteError: the last saved state is the one before.
+    """
+    run, collector = policy.run, policy.collector
+    task, saving = run.config.task, run.config.checkpoint
+    background = Background() if saving.asynchronous else None
+    with stop_signals() as received, background or nullcontext():
+        if state.first_valid is None:
+            state.first_valid = state.last_valid = _report_evaluation(policy, state, report)
+        while state.tokens < task.tokens:
+            started = time.perf_counter()
+            groups = collector.collect(lambda: bool(received))
+            if run.world.any(groups is None):
+                collector.put_back(groups or [])
+                break
+            collected = time.perf_counter()
+            record = step(policy, groups, state)
+            state.seconds += time.perf_counter() - started
+            record |= {"collect_seconds": collected - started, "seconds": time.perf_counter() - started}
+            report.step(record)
+            if background:
+                background.check()
+            collector.rollout.update_weights(state.step, run.model)
+            done = state.tokens >= task.tokens
+            if done or state.step % task.eval_every == 0:
+                state.last_valid = _report_evaluation(policy, state, report)
+            if done or state.step % saving.every == 0:
+                save_all(policy, state, background)
+        if state.tokens < task.tokens:
+            where = f"state saved in {save_all(policy, state, background)}" if state.step else "nothing trained yet"
+            if background:
+                background.wait()
+            cause = next(filter(None, run.world.gather("".join(received[:1]))))
+            raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
+
+
+def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:
+    """One step on the graded subgroups of all processes; moves the counters and returns the step's record.
+
+    If no response teaches anything, in any process, nothing is updated.
+    """
+    run, settings = policy.run, policy.run.config.rl
+    scored = score(groups, settings.length, settings.trained)
+    mine, counts = batches(scored, policy.shape, state.step)
+    most = max(run.world.gather(len(mine)))
+    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * (most - len(mine))]]
+    if policy.reference is not None:
+        for batch in mine:
+            batch["reference"] = log_probs_under(policy.reference, batch, settings.temperature)
+    met: Counter[str] = Counter()
+    numbers = None
+    taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
+    if sum(run.world.gather(taught)):
+        numbers = train_step(run, mine, state.step, state.tokens, losses_of(policy, met))
+    counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
+    counts |= {"subgroups": scored.subgroups, "skipped": scored.skipped, "version_lag": _lag(scored, state.step)}
+    total = _summed(run, {**met, **counts})
+    state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
+    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total)}
+    if numbers is not None:
+        record |= {
+            "loss": float(numbers["lm_sum"]) / max(int(numbers["supervised"]), 1),
+            "grad_norm": float(numbers["grad_norm"]),
+            "lr": numbers["lr"],
+        }
+    return record
+
+
+def losses_of(policy: Policy, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
+    """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
+    settings = policy.run.config.rl
+
+    def losses(batch: Batch, totals: Totals) -> Losses:
+        given, inputs = _divided(batch)
+        objective = PolicyObjective(settings.loss, settings.temperature, **given)
+        found = policy.run.model.losses(**inputs, totals=totals, objective=objective)
+        met.update({name: float(value) for name, value in objective.sums.items()})
+        return found
+
+    return losses
+
+
+@torch.no_grad()
+def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay: bool = False) -> torch.Tensor:
+    """fp32 [B, S]: log-probability of every taught token under ``model``; ``replay``: through the recorded experts."""
+    _, inputs = _divided(batch)
+    if not replay:
+        del inputs["routing"]
+    found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
+
+    def objective(hidden, weight, targets, places):
+        log_probs, _ = token_log_probs(hidden / temperature, weight, targets)
+        found.view(-1)[places] = log_probs.float()
+        return log_probs.sum()
+
+    model.losses(**inputs, totals=model.totals(**inputs), objective=objective)
+    return found
+
+
+def evaluate(policy: Policy) -> dict[str, Any]:
+    """Reward, accuracy and reasoning length under every ``rl.eval_efforts`` on held-out prompts, by the same sampling
+    as in training. Changes no state.
+    """
+    run, settings, trained = policy.run, policy.run.config.rl, policy.collector
+    started, efforts, world = time.perf_counter(), settings.evaluated, run.world
+    share = len(range(world.rank, settings.eval_prompts, world.size))
+    groups: list[Subgroup] = []
+    if share:
+        plan = Plan(
+            efforts=tuple(efforts),
+            sizes=(1,) * len(efforts),
+            subgroups=share * len(efforts),
+            max_tokens=settings.max_tokens,
+            max_length=run.config.task.seq_len,
+            temperature=settings.temperature,
+            in_flight=settings.in_flight,
+            ahead=0.0,
+            seed=0,
+            rank=world.rank,
+            ranks=world.size,
+        )
+        rollout = LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+        groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect()
+    return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
+
+
+def measures(run: Run, scored: Scored) -> dict[str, Any]:
+    """What the responses of all processes were worth: overall, by effort, and by reason where a reward was missing.
+
+    accuracy: share of responses with a task reward of 1 or more. length: mean reasoning tokens. task_reward: without
+    the length term.
+    """
+    sums: Counter[Any] = Counter()
+    values = zip(scored.responses, scored.efforts.tolist(), scored.rewards.tolist(), strict=True)
+    for response, effort, reward in values:
+        outcome, sample = response.outcome, response.sample
+        sums.update({
+            (effort, "count"): 1,
+            (effort, "reward"): reward,
+            (effort, "task_reward"): outcome.reward,
+            (effort, "accuracy"): int(outcome.reward >= 1),
+            (effort, "length"): response.length,
+            (effort, "cut"): int(sample.finish == "length"),
+        })  # fmt: skip
+        if outcome.failure:
+            sums[None, outcome.failure] += 1
+    sums = _summed(run, sums)
+    names = ("reward", "task_reward", "accuracy", "length", "cut")
+    efforts = sorted({effort for effort, _ in sums if effort is not None})
+    by_effort = {str(e): {name: sums[e, name] / sums[e, "count"] for name in names} for e in efforts}
+    count = sum(sums[e, "count"] for e in efforts)
+    overall = {name: sum(sums[e, name] for e in efforts) / max(count, 1) for name in names}
+    failures = {name: int(n) for (effort, name), n in sums.items() if effort is None}
+    return {**overall, "responses": int(count), "efforts": by_effort, "failures": failures}
+
+
+def save_all(policy: Policy, state: State, background: Background | None = None) -> Path:
+    """Write the run state, and before it what the rollout of every process has begun."""
+    run = policy.run
+    folder = run.config.run_dir / "rollout"
+    folder.mkdir(exist_ok=True)
+    path = rollout_file(folder, state.step, run.world.rank)
+    temporary = path.with_name(f".tmp-{path.name}")
+    torch.save({"ranks": run.world.size, **policy.collector.state_dict()}, temporary)
+    os.replace(temporary, path)
+    run.world.barrier()
+    saved = save(run, state, background)
+    if run.world.first:
+        kept = {state.step} | {int(path.name[5:]) for path in saved.parent.glob("step-*")}
+        for old in folder.iterdir():
+            match = NAME.fullmatch(old.name)
+            if match is None or int(match[1]) not in kept:
+                old.unlink()
+    return saved
+
+
+def read_rollout(policy: Policy, state: State) -> dict[str, Any]:
+    """The collector's state at ``state``. With another number of processes than before, what had begun is given up, and
+    the prompts go on behind the last that any process had begun.
+    """
+    run, collector = policy.run, policy.collector
+    folder = run.config.run_dir / "rollout"
+
+    def read(rank: int) -> dict[str, Any]:
+        path = rollout_file(folder, state.step, rank)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # missing, cut off, or not what torch.save wrote
+            raise CheckpointError(
+                f"{path} cannot be read: {type(error).__name__}. It belongs to the checkpoint of step {state.step}; "
+                "delete both to continue from the one before"
+            ) from error
+
+    saved = read(0)
+    before = saved.pop("ranks")
+    if before == run.world.size:
+        return {**(read(run.world.rank)), "ranks": None}
+    count = len(collector.plan.efforts)
+    begun = max(-(-read(rank)["next"] // count) * before + rank for rank in range(before))
+    run.notes.append(f"responses begun by {before} processes are given up; prompts go on behind number {begun}")
+    return {**collector.state_dict(), "next": -(-begun // run.world.size) * count}
+
+
+def rollout_file(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step-{step:08d}.rank-{rank}.pt"
+
+
+def _divided(batch: Batch) -> tuple[Batch, Batch]:
+    """(what the objective needs, what the model reads)."""
+    names = ("behaviour", "advantage", "response", "reference")
+    return {k: v for k, v in batch.items() if k in names}, {k: v for k, v in batch.items() if k not in names}
+
+
+def _tokens(sample: Any) -> int:
+    return len(sample.request.prompt) + len(sample.tokens)
+
+
+def _lag(scored: Scored, version: int) -> int:
+    """Versions that the tokens of all responses are behind the policy, summed."""
+    return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
+
+
+def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
+    """The same sums over all processes."""
+    total: Counter[Any] = Counter()
+    for other in run.world.gather(dict(sums)):
+        total.update(other)
+    return total
+
+
+def _per_token(total: Counter[str]) -> dict[str, Any]:
+    """The sums of a step as what a reader wants: shares and means of the taught tokens."""
+    taught = max(total["taught"], 1)
+    return {
+        "subgroups": int(total["subgroups"]),
+        "skipped": int(total["skipped"]),
+        "stale": total["stale_tokens"] / max(total["taught"] + total["stale_tokens"], 1),
+        "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
+        "masked": total["masked"] / taught,
+        "clipped": total["clipped"] / taught,
+        "ratio": total["ratio"] / taught,
+        "drift": total["drift"] / taught,
+        "kl": total["kl"] / taught,
+        "entropy": total["entropy"] / taught,
+    }
+
+
+def _report_evaluation(policy: Policy, state: State, report: RlReporter) -> dict[str, Any]:
+    result = evaluate(policy)
+    report.evaluation({"step": state.step, "tokens": state.tokens, **result})
+    return result
+
+
+def _summarise(policy: Policy, state: State, report: RlReporter) -> None:
+    """The closing lines: every effort before and after, and where everything lies."""
+    report.stop_bar()
+    report.log(table(state.first_valid, state.last_valid))
+    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    report_files(policy.run, report)

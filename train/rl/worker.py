@@ -1,0 +1,73 @@
+"""The process that calls reward functions: started by ``train/rl/rewards.py`` as a file, with the standard library.
+
+One JSON line in, one out. Line 1: {"path": [...], "functions": ["module:function", ...]}, answered by {"ready": true}
+or {"error": "..."}. Then {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}, answered by
+{"reward": 1.0} or {"error": "..."}. What a function prints goes to the standard error stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    setting = json.loads(requests.readline())
+    sys.path[:] = setting["path"]
+    try:
+        functions = [load(name) for name in setting["functions"]]
+    except BaseException as error:  # of the user's module: anything
+        answer(error=f"{type(error).__name__}: {error}")
+        return
+    answer(ready=True)
+    for line in requests:
+        request = json.loads(line)
+        try:
+            function = functions[request["function"]]
+            reward = function(request["record"], request["answer"], request["reasoning"])
+            answer(reward=number(reward))
+        except Exception as error:
+            answer(error=f"{type(error).__name__}: {error}"[:500])
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of "package.module:function" or "path/to/file.py:function"."""
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        raise ValueError(f"{name!r} must look like package.module:function or path/to/file.py:function")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise TypeError(f"{name} is no function")
+    return function
+
+
+def number(reward: Any) -> float:
+    """A reward as a finite float; raises for anything else."""
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward!r}, it must be a finite number")
+    return float(reward)
+
+
+if __name__ == "__main__":
+    main()
