@@ -16,7 +16,7 @@ import model.moe
 from model import DeepseekV41, Runtime, Totals, build_model, count, load_pretrained
 from model.moe import MoE
 from model.parallel import Parallel, Ranks
-from model.table import Head, Table
+from model.table import Head, Lookup, Table
 from tests import processes
 from tests.model.golden_files import INPUTS
 from tests.model.tiny import (  # noqa: F401
@@ -184,6 +184,31 @@ def test_golden_case() -> None:
     for logits, loss in processes.run(2, golden):
         assert (logits - expected["logits"][real]).abs().max() <= 1e-4
         assert abs(loss - expected["loss"]) <= 1e-5
+
+
+def order_of_events(rank: int) -> list[str]:
+    """When a forward asks for table rows, waits for them, and runs its blocks."""
+    built, seen = part_of(whole_model(), Parallel(tables=ranks_of(2))), []
+    look_up, arrived = Table.look_up, Lookup.arrived
+
+    def noted_look_up(table: Table, ids: Tensor) -> Lookup:
+        found = look_up(table, ids)
+        seen.append("ask" if found.work is not None else "own")
+        return found
+
+    Table.look_up = noted_look_up
+    Lookup.arrived = lambda lookup: (seen.append("wait" if lookup.work is not None else "-"), arrived(lookup))[1]
+    for number, block in enumerate(built.layers):
+        block.register_forward_pre_hook(lambda *_, number=number: seen.append(f"block {number}"))
+    built(**batches(rank, vision=False)[1])
+    return seen
+
+
+def test_table_rows_are_on_their_way_before_the_first_block() -> None:
+    """Engram in blocks 1 and 4; the embedding ("own") is whole here."""
+    blocks = [f"block {number}" for number in range(6)]
+    expected = ["own", "-", "ask", "ask", blocks[0], "wait", *blocks[1:4], "wait", *blocks[4:]]
+    assert processes.run(2, order_of_events) == [expected] * 2
 
 
 def mixed(rank: int) -> float:
