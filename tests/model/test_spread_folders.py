@@ -1,0 +1,102 @@
+"""A part of a spread model reads its own rows and experts, and folders of any size pass through little memory. What
+several processes write together: tests/distributed/test_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+
+import model.checkpoint
+import model.released
+from model import build_model, load_weights, save_pretrained
+from model.checkpoint import parts
+from model.parallel import Parallel, Ranks
+
+PART = Parallel(experts=Ranks(None, 1, 2), tables=Ranks(None, 2, 4), shard_embeddings=True)
+
+
+def part_of_a_model(**changes):
+    config = tiny_config(engram=True, **changes)
+    return build_model(config, token_map=torch.arange(config.text.vocab_size) % 50, parallel=PART, seed=9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Quantised; the scales stay beside the plain folder of the same values."""
+    path = tmp_path_factory.mktemp("spread")
+    save_pretrained(tiny_model(engram=True), path / "released", format="released", shard_bytes=20_000)
+    whole = build_model(tiny_config(engram=True), token_map=torch.arange(61) % 50)
+    load_weights(whole, path / "released")
+    save_pretrained(whole, path / "plain")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["released", "plain"])
+def test_a_part_is_loaded_from_its_own_rows(folder: Path, kind: str, monkeypatch) -> None:
+    whole, part, read = tiny_model(engram=True, seed=1), part_of_a_model(), []
+    load_weights(whole, folder / kind)
+    original = model.released.Shards.read
+
+    def watched(self, name, rows=None):
+        read.append((name, rows))
+        return original(self, name, rows)
+
+    monkeypatch.setattr(model.released.Shards, "read", watched)
+    load_weights(part, folder / kind)
+    state = whole.state_dict()
+    for name, tensor in part.state_dict(keep_vars=True).items():
+        shard = getattr(tensor, "shard", None)
+        assert torch.equal(tensor, state[name] if shard is None else state[name][shard.start : shard.stop]), name
+    for name, scales in part.released_scales.items():
+        rows = next(p.rows for p in parts(part) if p.name == name) if ".engram.embed." in name else slice(None)
+        assert torch.equal(scales.view(torch.uint8), whole.released_scales[name][rows].view(torch.uint8)), name
+    assert part.released_scales.keys() < whole.released_scales.keys()
+    experts = {name.split(".experts.")[1][0] for name, _ in read if ".ffn.experts." in name}
+    assert experts == {"2", "3"}
+    for name in ("embed.weight", "layers.1.engram.embed.weight", "layers.1.engram.embed.scale"):
+        spans = [rows for found, rows in read if found == name]
+        mine = part.get_submodule(name.rpartition(".")[0]).shard
+        if spans or kind == "released":
+            assert min(rows.start for rows in spans) == mine.start and max(rows.stop for rows in spans) == mine.stop
+
+
+def test_a_part_alone_is_not_saved(tmp_path) -> None:
+    with pytest.raises(ValueError, match="spread over 4 processes; all must save it together, not 1"):
+        save_pretrained(part_of_a_model(), tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def anonymous_mib() -> float:
+    """Memory of this process that is not a mapped file."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by /proc")
+def test_memory_beside_the_model_is_a_few_blocks(tmp_path, monkeypatch) -> None:
+    """Of 129 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it."""
+    built = tiny_model(engram=True, engram_num_embeddings=[2**19 + 7, 1000], engram_head_dim=64)
+    size = sum(parameter.numel() * 4 for parameter in built.parameters()) / 2**20
+    assert size > 128
+    peak = [0.0]
+    original = model.released.row_blocks
+
+    def watched(*args):
+        for rows in original(*args):
+            yield rows
+            peak[0] = max(peak[0], anonymous_mib())
+
+    for place in (model.released, model.checkpoint):
+        monkeypatch.setattr(place, "row_blocks", watched)
+    save_pretrained(built, tmp_path / "warm", format="released")
+    for format in ("released", "plain"):
+        peak[0] = before = anonymous_mib()
+        save_pretrained(built, tmp_path / format, format=format)
+        assert peak[0] - before < 64, f"saving took {peak[0] - before:.0f} MiB"
+        peak[0] = before = anonymous_mib()
+        load_weights(built, tmp_path / format)
+        assert peak[0] - before < 64, f"loading took {peak[0] - before:.0f} MiB"
