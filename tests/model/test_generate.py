@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from golden_files import traced
-from tiny import no_rounding, tiny_model, tokens  # noqa: F401
+from tiny import image_batch, no_rounding, tiny_model, tokens  # noqa: F401
 
 import model.cache
 from model import DeepseekV41, Generator, Request, Runtime, Sample, generate
+from model.generate import draw, uniform
 
 CONFIGS = {
     "plain": {},
@@ -31,7 +32,7 @@ def prompts(*lengths: int) -> list[tuple[int, ...]]:
     return [tuple(tokens(n, seed=n).tolist()) for n in lengths]
 
 
-@pytest.fixture(params=["rounded", "unrounded"])
+@pytest.fixture(params=["unrounded", pytest.param("rounded", marks=pytest.mark.slow)])
 def rounding(request, monkeypatch) -> bool:
     """Whether the attention state is quantised. Without, fp32 noise stays noise and everything must agree tightly;
     with, a value within noise of a rounding edge may fall on the other side, for a few tokens.
@@ -65,24 +66,44 @@ def assert_as_forward(built: DeepseekV41, sample: Sample, rounding: bool) -> Non
         assert torch.equal(chosen, log_p.argmax(-1))
 
 
+@pytest.mark.parametrize("chunk", [4096, 7])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generation_equals_the_forward(name: str, rounding: bool) -> None:
+def test_generation_equals_the_forward(name: str, chunk: int, rounding: bool) -> None:
     """Unequal prompts (one shorter than a group, one longer than window, top-k and pool), over group borders, ring
     wraps and pages; whole and chunked prefill.
     """
-    built = tiny_model(**CONFIGS[name])
-    requests = [Request(p, 24, temperature=0) for p in prompts(1, 5, 12, 61)]
-    for chunk in (4096, 7):
-        for sample in generate(built, requests, prefill_tokens=chunk, record_routing=True):
-            assert sample.finish == "length"
-            assert_as_forward(built, sample, rounding)
+    built = tiny_model(Runtime(kv_quant=name != "plain"), **CONFIGS[name])
+    requests = [Request(p, 8, temperature=0) for p in prompts(1, 5, 12, 61)]
+    for sample in generate(built, requests, prefill_tokens=chunk, record_routing=True):
+        assert sample.finish == "length"
+        assert_as_forward(built, sample, rounding)
+
+
+def test_images_in_prompts(rounding: bool) -> None:
+    """A prompt with images, prefilled in chunks beside one without, continues as the forward does."""
+    built = tiny_model(vision=True, engram=True)
+    batch = image_batch()
+    inputs = {name: batch[name] for name in ("pixel_values", "image_grid_hws", "vision_token_types")}
+    ids = batch["input_ids"][0]
+    types = inputs.pop("vision_token_types")[0]
+    request = Request(tuple(ids.tolist()), 6, 0.0, images={**inputs, "vision_token_types": types})
+    text = Request(prompts(9)[0], 6, 0.0)
+    for chunk in (4096, 11):
+        with_image, without = generate(built, [request, text], prefill_tokens=chunk, record_routing=True)
+        assert_as_forward(built, without, rounding)
+        whole = torch.tensor([[*request.prompt, *with_image.tokens[:-1]]])
+        longer = torch.nn.functional.pad(types, (0, 5), value=-1)[None]
+        with torch.no_grad():
+            logits = built(whole, **inputs, vision_token_types=longer).logits[0, len(ids) - 1 :]
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(with_image.tokens)[:, None]).squeeze(1)
+        assert_near(torch.tensor(with_image.log_probs), theirs, rounding)
 
 
 def test_newcomers_and_leavers_change_nothing() -> None:
     """Sequences come and go (rows and pages are reused); each is what it is alone."""
     built = tiny_model(engram=True)
     requests = [
-        Request(p, 5 + 7 * (i % 3), temperature=0.9, seed=i) for i, p in enumerate(prompts(3, 70, 9, 30, 2, 41, 8))
+        Request(p, 3 + 4 * (i % 3), temperature=0.9, seed=i) for i, p in enumerate(prompts(3, 70, 9, 41, 2))
     ]
     together = generate(built, requests, max_running=3, record_routing=True)
     generator = Generator(built, max_running=3)
@@ -91,7 +112,7 @@ def test_newcomers_and_leavers_change_nothing() -> None:
         assert alone.tokens == sample.tokens and torch.equal(alone.routing, sample.routing)
         assert alone.log_probs == pytest.approx(sample.log_probs, abs=1e-5)
         generator.submit(request)
-    seeds = generate(built, [replace(requests[0], seed=s, max_tokens=12) for s in range(4)])
+    seeds = generate(built, [replace(requests[0], seed=s) for s in range(4)])
     assert len({tuple(s.tokens) for s in seeds}) > 1
     while generator.in_flight:
         generator.step()
@@ -102,7 +123,7 @@ def test_newcomers_and_leavers_change_nothing() -> None:
 def test_interrupted_at_any_token(tmp_path) -> None:
     """Saved after every step, loaded into a new generator: nothing changes, and version tags stay with their tokens."""
     built = tiny_model(engram=True)
-    requests = [Request(p, 9, seed=i, stop=frozenset({7})) for i, p in enumerate(prompts(4, 30, 11))]
+    requests = [Request(p, 6, seed=i, stop=frozenset({7})) for i, p in enumerate(prompts(4, 30, 11))]
     reference = generate(built, requests, max_running=2, record_routing=True)
     generator = Generator(built, max_running=2, record_routing=True)
     for request in requests:
@@ -146,7 +167,7 @@ def assert_near(log_probs: torch.Tensor, theirs: torch.Tensor, rounding: bool) -
 def test_decoder_replay_equals_its_simulation(prefill_tokens: int, rounding: bool) -> None:
     """The decoder passes over the last W tokens of a prompt; a training forward that hides the rest gives the same."""
     built = tiny_model(Runtime(decoder_replay=True), engram=True)
-    requests = [Request(p, 20, seed=i) for i, p in enumerate(prompts(3, 6, 7, 40, 71))]
+    requests = [Request(p, 12, seed=i) for i, p in enumerate(prompts(3, 6, 7, 40, 71))]
     samples = generate(built, requests, prefill_tokens=prefill_tokens, record_routing=True)
     text = built.config.text
     for sample in samples:
@@ -170,8 +191,10 @@ def test_the_decoder_skips_the_prompt(monkeypatch) -> None:
     assert passed == {0: 120, 1: 120, 2: 120, 3: 12, 4: 12, 5: 12}
 
 
-@pytest.mark.parametrize("decoder_replay", [False, True])
-@pytest.mark.parametrize("window", [6, 7, 80])
+@pytest.mark.parametrize(
+    ("window", "decoder_replay"),
+    [(7, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, False), (7, False), (80, True)))],
+)
 def test_prefix_reuse_equals_its_simulation(window: int, decoder_replay: bool, rounding: bool) -> None:
     """A prompt that begins like an earlier one passes its last W known tokens again, truncated windows and all; the
     same in a training forward with `replay_start`.
@@ -187,19 +210,19 @@ def test_prefix_reuse_equals_its_simulation(window: int, decoder_replay: bool, r
             found.update((sample.id, sample) for sample in generator.step())
         return [found[i] for i in ids]
 
-    first, again = run(Request(long, 4), Request(long[:150], 20, seed=1))  # the second waits for nobody: no hit
+    first, again = run(Request(long, 4), Request(long[:150], 8, seed=1))  # the second waits for nobody: no hit
     assert first.replay_start == again.replay_start == 0
-    (plain,) = generate(built, [Request(long[:150], 20, seed=1)])
+    (plain,) = generate(built, [Request(long[:150], 8, seed=1)])
     assert again.tokens == plain.tokens
     other = (*long[:130], *prompts(40)[0])
-    samples = run(Request(long[:150], 20, seed=2), Request(other, 20, seed=3), Request(long[:128], 20, seed=4))
+    samples = run(Request(long[:150], 8, seed=2), Request(other, 8, seed=3), Request(long[:128], 8, seed=4))
     group = 2
     expected = [max(0, hit - window) // group * group for hit in (128, 128, 64)]
     assert [s.replay_start for s in samples] == expected
     for sample in samples:
         assert_near(torch.tensor(sample.log_probs), simulated(built, sample), rounding)
         assert (sample.routing[: sample.replay_start] == -1).all()
-        assert len(sample.routing) == len(sample.request.prompt) + 19
+        assert len(sample.routing) == len(sample.request.prompt) + 7
         assert (sample.routing[sample.replay_start :, : built.config.text.decoder_start] >= 0).all()
     exact = tiny_model(engram=True, sliding_window=window)
     for sample in samples[:2]:
@@ -233,3 +256,77 @@ def generate_with(generator: Generator, *requests: Request) -> None:
         generator.submit(request)
     while generator.in_flight:
         generator.step()
+
+
+def test_draw_follows_the_distribution() -> None:
+    """Frequencies, temperature, top-p and the log-probabilities of what was drawn."""
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])).expand(20000, -1)
+    u = torch.tensor([uniform(seed, 7) for seed in range(20000)], dtype=torch.float64)
+
+    def drawn(temperature: float, top_p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ones = torch.ones(20000)
+        tokens, log_probs = draw(logits, ones * temperature, ones * top_p, u)
+        return tokens, log_probs, tokens.bincount(minlength=5) / 20000
+
+    for temperature, top_p, expected in (
+        (1.0, 1.0, [0.1, 0.4, 0.05, 0.3, 0.15]),
+        (0.5, 1.0, [0.01, 0.16, 0.0025, 0.09, 0.0225]),
+        (1.0, 0.7, [0, 0.4, 0, 0.3, 0]),
+        (1.0, 0.71, [0, 0.4, 0, 0.3, 0.15]),
+        (2.0, 1e-6, [0, 1, 0, 0, 0]),
+    ):
+        tokens, log_probs, share = drawn(temperature, top_p)
+        p = torch.tensor(expected, dtype=torch.float64)
+        p = p / p.sum()
+        torch.testing.assert_close(share.double(), p, atol=0.015, rtol=0)
+        torch.testing.assert_close(log_probs, p.log()[tokens], atol=1e-6, rtol=0)
+    tokens, log_probs, _ = drawn(0.0, 0.5)
+    assert (tokens == 1).all()
+    torch.testing.assert_close(log_probs.exp(), torch.full_like(log_probs, 0.4), atol=1e-6, rtol=0)
+
+
+def test_draw_takes_no_token_of_zero_probability() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).expand(3, -1)
+    u = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    tokens, log_probs = draw(logits, torch.ones(3), torch.ones(3), u)
+    assert tokens.tolist() == [1, 3, 3]
+    assert log_probs.exp().tolist() == pytest.approx([0.5] * 3)
+
+
+def test_uniform_numbers_of_seeds_and_positions() -> None:
+    """In [0, 1), all different, and neighbours do not go together."""
+    numbers = [[uniform(seed, position) for position in range(60)] for seed in range(60)]
+    grid = torch.tensor(numbers, dtype=torch.float64)
+    assert grid.min() >= 0 and grid.max() < 1 and len(grid.unique()) == grid.numel()
+    assert abs(grid.mean() - 0.5) < 0.02 and abs(grid.var() - 1 / 12) < 0.01
+    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, :-1], grid[:-1, 1:])):
+        assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].abs() < 0.06
+
+
+def test_stops() -> None:
+    built = tiny_model()
+    (free,) = generate(built, [Request((5, 6, 7), 12, seed=3)])
+    stop = free.tokens[4]
+    (stopped,) = generate(built, [Request((5, 6, 7), 12, seed=3, stop=frozenset({stop}))])
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert (stopped.finish, free.finish) == ("stop", "length")
+    assert len(stopped.tokens) == len(stopped.log_probs) == len(stopped.versions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ()}, "prompt: is empty"),
+        ({"prompt": (61,)}, r"prompt: holds 61, allowed are 0..60"),
+        ({"stop": frozenset({-1})}, "stop: holds -1"),
+        ({"max_tokens": 0}, "max_tokens: is 0"),
+        ({"temperature": -1.0}, "temperature: is -1.0"),
+        ({"top_p": 0.0}, "top_p: is 0.0"),
+        ({"images": {}}, "images: has"),
+    ],
+)
+def test_requests_that_cannot_be_run(changes: dict, message: str) -> None:
+    generator = Generator(tiny_model())
+    with pytest.raises(ValueError, match=message):
+        generator.submit(replace(Request((5,), 3), **changes))
+    assert generator.in_flight == 0

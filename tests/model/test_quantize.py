@@ -7,10 +7,19 @@ import torch
 from golden_files import golden
 from safetensors.torch import load_file
 
-from model.quantize import fake_quant_fp4, fake_quant_fp8, fake_quant_mxfp4, round_e2m1
+from model.quantize import (
+    KV_INDEX,
+    KV_MAIN,
+    KV_WINDOW,
+    fake_quant_fp4,
+    fake_quant_fp8,
+    fake_quant_mxfp4,
+    round_e2m1,
+)
 
 FORMATS = {"fp8": fake_quant_fp8, "mxfp4": fake_quant_mxfp4, "nvfp4": fake_quant_fp4}
 GROUP = {"fp8": 32, "mxfp4": 32, "nvfp4": 16}
+STORED = {"fp8": KV_WINDOW, "mxfp4": KV_INDEX, "nvfp4": KV_MAIN}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -72,3 +81,24 @@ def test_e2m1_takes_the_nearest_and_ties_go_to_the_even_mantissa() -> None:
         assert distance.max() == 0
         nearest = (x[:, None] - sign * levels).abs().min(1).values
         assert torch.equal((x - round_e2m1(x)).abs(), nearest)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storage_is_what_the_fake_quantiser_gives(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, on everyday and on adversarial values; and what is rounded already packs without loss (but for FP4
+    with an E4M3 scale, where it need not: main KV is packed before it is rounded).
+    """
+    stored = STORED[name]
+    inputs = load_file(golden("detail/quant") / "inputs.safetensors")
+    inputs["random"] = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 3
+    for kind, x in inputs.items():
+        x = x.reshape(-1, x.shape[-1]).to(dtype)
+        rounded = FORMATS[name](x)
+        codes, scales = stored.pack(x)
+        assert (codes.shape[1], scales.shape[1]) == stored.widths(x.shape[1])
+        assert (codes.dtype, scales.dtype) == (stored.codes, stored.scale)
+        assert same_bits(stored.unpack(codes, scales, x.shape[1], dtype), rounded), kind
+        if name != "nvfp4" or kind == "random":
+            again = stored.unpack(*stored.pack(rounded), x.shape[1], dtype)
+            assert same_bits(again, rounded), kind
