@@ -193,6 +193,7 @@ class DeepseekV41(nn.Module):
         routing: Tensor | None = None,
         replay_start: Tensor | None = None,
         output_hidden_states: bool = False,
+        logits_to_keep: int = 0,
     ) -> Output:
         """Whole logits, for inference and comparison.
 
@@ -200,18 +201,21 @@ class DeepseekV41(nn.Module):
         int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
         [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END); routing
         int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones;
-        replay_start int64 [B, documents]: see `build_pack`. Logits at padding are zero.
+        replay_start int64 [B, documents]: see `build_pack`; logits_to_keep: compute those of the last positions of each
+        row only (0: of all). Logits at padding are zero.
         """
         pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
+        streams = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
+        if logits_to_keep and labels is None:
+            return Output(self.head(pack.unflatten(trace.hidden)[:, -logits_to_keep:]).float(), None, streams)
         logits = self.head(trace.hidden).float()
         loss = None
         if labels is not None:
             targets = self._targets(labels, pack)
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
-        hidden_states = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
-        return Output(pack.unflatten(logits), loss, hidden_states)
+        return Output(pack.unflatten(logits)[:, -logits_to_keep:], loss, streams)
 
     def totals(
         self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_

@@ -60,6 +60,8 @@ SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out 
 SHARD_BYTES = 4 * 2**30
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 _MIX = re.compile(r"(.*)\.hc_(attn|ffn)\.(fn|base|scale)")
+_EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
+_RELEASED_MIX = re.compile(r"(layers\.\d+)\.hc_(attn|ffn)_(fn|base|scale)")
 GENERATION = "generation_config.json"
 COMPANIONS = (
     "tokenizer.json",
@@ -77,6 +79,22 @@ def released_names(name: str, shape: torch.Size) -> list[str]:
     if match := _MIX.fullmatch(name):
         return [f"{match[1]}.hc_{match[2]}_{match[3]}"]
     return [name]
+
+
+def own_state(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under our names from plain tensors under released names; experts in the order of their numbers."""
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in released.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        elif match := _RELEASED_MIX.fullmatch(name):
+            state[f"{match[1]}.hc_{match[2]}.{match[3]}"] = tensor
+        else:
+            state[name] = tensor
+    for name, tensors in experts.items():
+        state[name] = torch.stack([tensors[expert] for expert in sorted(tensors)])
+    return state
 
 
 class Part(NamedTuple):

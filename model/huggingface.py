@@ -1,0 +1,470 @@
+"""The model as a transformers model: `AutoModelForCausalLM.from_pretrained(folder)` once this module is imported.
+
+    import model.huggingface
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+Weights are read and written by checkpoint.py, so folders are in the released layout and names: plain, bf16 or
+quantised. The loss is the language-model loss alone: balance and indexer losses belong to this project's own trainer,
+and with `Trainer` the indexers keep their weights. Nothing else in `model/` imports transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.utils import ModelOutput
+
+from model.backbone import DeepseekV41, build_model
+from model.cache import Cache, Step
+from model.checkpoint import COMPANIONS, SCALES, SHARD_BYTES, load_pretrained, own_state, save_pretrained
+from model.config import MODEL_TYPE, ModelConfig, Runtime
+from model.engram import build_token_map
+from model.released import INDEX, is_quantised
+
+PREFILL_TOKENS = 4096  # prompt tokens of one pass
+_OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}
+_OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
+
+
+class _Section(PreTrainedConfig):
+    """`text_config` or `vision_config`: the released keys as attributes, written back as they are."""
+
+    rope_scaling = None  # the released key, in the place of the base class's alias for another one
+
+    def __init__(self, **released: Any):
+        PreTrainedConfig.__init__(self)
+        self._released = tuple(key for key in released if key != "model_type")
+        for key in self._released:
+            setattr(self, key, released[key])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": self.model_type, **{key: getattr(self, key) for key in self._released}}
+
+
+class DeepseekV41TextConfig(_Section):
+    model_type = f"{MODEL_TYPE}_text"
+    base_config_key = "text_config"
+    __init__ = _Section.__init__  # or transformers makes one of its own
+
+
+class DeepseekV41VisionConfig(_Section):
+    model_type = f"{MODEL_TYPE}_vision"
+    base_config_key = "vision_config"
+    __init__ = _Section.__init__
+
+
+class DeepseekV41Config(PreTrainedConfig):
+    """config.json in the released shape (see `ModelConfig`, which checks it: ValueError lists every problem).
+
+    `text_config` and `vision_config` hold the released keys as attributes; `to_model_config` is what the model is built
+    from. Keys that are neither released nor transformers' own are carried along.
+    """
+
+    model_type = MODEL_TYPE
+    sub_configs = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}
+    keys_to_ignore_at_inference = ["hidden_states"]
+
+    def __init__(self, text_config: Any = None, vision_config: Any = None, **rest: Any):
+        sections = {"text_config": text_config, "vision_config": vision_config}
+        raw = {key: value for key, value in rest.items() if key not in _OF_TRANSFORMERS and not key.startswith("_")}
+        raw |= {k: v.to_dict() if isinstance(v, PreTrainedConfig) else v for k, v in sections.items() if v is not None}
+        released = ModelConfig.from_dict(raw).to_dict()
+        super().__init__(**{key: value for key, value in rest.items() if key in _OF_TRANSFORMERS})
+        self.text_config = DeepseekV41TextConfig(**released.pop("text_config"))
+        self.vision_config = DeepseekV41VisionConfig(**released.pop("vision_config"))
+        for key in ("model_type", "architectures"):
+            released.pop(key)
+        self.architectures = ["DeepseekV41ForCausalLM"]
+        self._released = tuple(released)
+        for key, value in released.items():
+            setattr(self, key, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        sections = {key: getattr(self, key).to_dict() for key in self.sub_configs}
+        dtype = {} if self.dtype is None else {"dtype": str(self.dtype).removeprefix("torch.")}
+        top = {"model_type": self.model_type, "architectures": self.architectures, **dtype}
+        return {**top, **sections, **{key: getattr(self, key) for key in self._released}}
+
+    to_diff_dict = to_dict  # every key is written, as in the released file
+
+    def to_model_config(self) -> ModelConfig:
+        return ModelConfig.from_dict(self.to_dict())
+
+
+@dataclass
+class DeepseekV41Output(ModelOutput):
+    """loss 0-d; logits fp32 [B, S or logits_to_keep, V]; hidden_states: streams [B, S, n, d] entering each block."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
+    """The V4.1 model behind transformers' interface; `model` is the `DeepseekV41` itself.
+
+    A model with Engram layers needs its tokenizer (token ids are compressed by their text): `from_pretrained` finds it
+    in the folder, a new model is given one.
+    """
+
+    config_class = DeepseekV41Config
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    # Names of an adapter that was trained on the bare model, for peft.
+    _checkpoint_conversion_mapping = {r"^(?!model\.)": "model."}
+
+    def __init__(
+        self,
+        config: DeepseekV41Config,
+        model: DeepseekV41 | None = None,
+        runtime: Runtime | None = None,
+        tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
+    ):
+        super().__init__(config)
+        if model is None:
+            model = _new_model(config.to_model_config(), runtime, tokenizer)
+        self.model = model
+        self.companions: dict[str, bytes] = {}  # small files of the folder that it came from, written back with it
+        if tokenizer is not None:
+            backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+            self.companions["tokenizer.json"] = backend.to_str(pretty=True).encode()
+        self.register_load_state_dict_pre_hook(_from_released_names)
+        self.post_init()
+
+    def init_weights(self) -> None:
+        """Nothing to do: the model comes with its weights."""
+
+    # Folders
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *,
+        config: DeepseekV41Config | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        runtime: Runtime | None = None,
+        **others: Any,
+    ) -> DeepseekV41ForCausalLM:
+        """A model in evaluation mode from a folder in the released layout, or from the hub.
+
+        dtype: of the matrices; None or "auto" is what the folder holds (quantised weights become bf16). device_map:
+        one device, also as {"": device} or "auto". config: in place of the folder's, with the same sizes. Raises what
+        `model.load_pretrained` raises, and TypeError for an option that has no meaning here.
+        """
+        folder = _local(pretrained_model_name_or_path, others)
+        if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
+            raise TypeError(f"from_pretrained: {', '.join(sorted(unknown))}: not supported for this model")
+        own = DeepseekV41Config(**_config_json(folder))
+        config = config or own
+        if config.to_model_config() != own.to_model_config():
+            raise ValueError(f"the configuration given is not the one in {folder}; change it there")
+        dtype = _dtype(dtype if dtype is not None else torch_dtype, own)
+        core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
+        config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
+        model = cls(config, core)
+        model.companions = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+        if "generation_config.json" in model.companions:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return model.eval()
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        max_shard_size: int = SHARD_BYTES,
+        format: Literal["plain", "released"] = "plain",
+        **_: Any,
+    ) -> None:
+        """Write the folder in the released layout: weights, config.json and the small files it came with.
+
+        format="released" quantises as the released checkpoint is. Files of the folder that are not rewritten stay, a
+        tokenizer's too. Weights appear once they are complete.
+        """
+        if not is_main_process:
+            return
+        if state_dict is not None and any(value.numel() == 0 for value in state_dict.values()):
+            raise ValueError("save_pretrained: the state_dict is not whole; gather it first")
+        if not isinstance(max_shard_size, int):
+            raise ValueError(f"save_pretrained: max_shard_size={max_shard_size!r} must be a number of bytes")
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+            new = Path(work) / "new"
+            save_pretrained(self.model, new, shard_bytes=max_shard_size, format=format)
+            self.generation_config.save_pretrained(new)
+            for name, content in self.companions.items():
+                if name != "generation_config.json" and not (folder / name).exists():
+                    (new / name).write_bytes(content)
+            for old in folder.iterdir():
+                if _OF_WEIGHTS.fullmatch(old.name):
+                    old.unlink()
+            for path in new.iterdir():
+                shutil.move(path, folder / path.name)
+
+    # Computation
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        decoding: Decoding | None = None,
+        **others: Any,
+    ) -> DeepseekV41Output | tuple:
+        """Inputs as for `DeepseekV41.forward`; padding may stand left or right.
+
+        labels int64 [B, S] are not shifted, -100 is ignored. The loss is a mean over targets, or their sum divided by
+        `num_items_in_batch` (targets of all micro-batches of a step, which then add up). position_ids that begin at 0
+        several times in a row pack documents. decoding: see there.
+        """
+        for name in ("inputs_embeds", "past_key_values", "cache"):
+            if others.get(name) is not None:
+                raise ValueError(f"{name}: not supported; give whole sequences as input_ids")
+        if decoding is not None:
+            return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
+        if position_ids is not None and seq_lens is None:
+            seq_lens = _documents(position_ids, attention_mask)
+        batch = dict(input_ids=input_ids, attention_mask=attention_mask, vision_token_types=vision_token_types)
+        if seq_lens is not None:
+            batch |= dict(attention_mask=None, seq_lens=seq_lens)
+        want_streams = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        out = self.model(
+            **batch,
+            labels=labels,
+            pixel_values=pixel_values,
+            image_grid_hws=image_grid_hws,
+            output_hidden_states=bool(want_streams),
+            logits_to_keep=logits_to_keep,
+        )
+        loss = out.loss
+        if loss is not None and num_items_in_batch is not None:
+            loss = loss * self.model.totals(**batch, labels=labels).supervised / num_items_in_batch
+        result = DeepseekV41Output(loss=loss, logits=out.logits, hidden_states=out.hidden_states)
+        return result.to_tuple() if return_dict is False else result
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        logits_to_keep: int = 0,
+        decoding: Decoding | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Always the whole sequences: `decoding` knows which of their tokens are new. What is generated is text."""
+        if vision_token_types is not None:
+            added = input_ids.shape[1] - vision_token_types.shape[1]
+            vision_token_types = F.pad(vision_token_types, (0, added), value=-1)
+        if vision_token_types is not None or logits_to_keep != 1:
+            decoding = None
+        return dict(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            image_grid_hws=image_grid_hws,
+            vision_token_types=vision_token_types,
+            logits_to_keep=logits_to_keep,
+            decoding=decoding,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *_: Any, **__: Any) -> None:
+        if generation_config.use_cache is not False:
+            model_kwargs["decoding"] = Decoding(self.model)
+
+    # What libraries ask for
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.model.embed
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        self.model.embed = value
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, value: torch.nn.Module) -> None:
+        self.model.head = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> torch.nn.Module:
+        """The embeddings, if their number stays. Raises ValueError for another number."""
+        if new_num_tokens not in (None, self.config.text_config.vocab_size):
+            raise ValueError("the vocabulary of this model cannot be resized; Engram tables and head belong to it")
+        return self.model.embed
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Activation checkpointing of every block, which `gradient_checkpointing_enable` switches on."""
+        return self.model.runtime.recompute
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, on: bool) -> None:
+        self.model.runtime = replace(self.model.runtime, recompute=on)
+
+
+class Decoding:
+    """A packed cache over the sequences of one `generate` call, and the tokens that it holds of each.
+
+    If a sequence's past is another one than before (a beam was replaced), the cache is built anew.
+    """
+
+    def __init__(self, model: DeepseekV41):
+        self.model = model
+        self.seen: list[list[int]] = []
+        self.cache: Cache | None = None
+        self.rows: list[int] = []
+
+    @torch.no_grad()
+    def next_logits(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Logits fp32 [B, 1, V] behind the last tokens of input_ids [B, S]."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
+        pairs = list(zip(wanted, self.seen, strict=False))
+        if len(pairs) < len(wanted) or any(ids[: len(old)] != old or len(ids) == len(old) for ids, old in pairs):
+            self.cache = Cache(self.model.config.text, self.model.runtime.kv_quant, device=input_ids.device)
+            self.rows = [self.cache.open() for _ in wanted]
+            self.seen = [[] for _ in wanted]
+        hidden = self._advance([ids[len(old) :] for ids, old in zip(wanted, self.seen, strict=True)])
+        self.seen = wanted
+        return self.model.head(hidden).float().unsqueeze(1)
+
+    def _advance(self, new: list[list[int]]) -> Tensor:
+        """Pass the new tokens of every row; the hidden state [B, d] of each one's last."""
+        share = max(1, PREFILL_TOKENS // len(new))
+        last: dict[int, Tensor] = {}
+        for start in range(0, max(map(len, new)), share):
+            parts = [(i, tokens[start : start + share]) for i, tokens in enumerate(new)]
+            parts = [(i, tokens) for i, tokens in parts if tokens]
+            hidden = self._pass(Step.after(self.cache, [self.rows[i] for i, _ in parts], [t for _, t in parts]))
+            last |= {i: state for (i, _), state in zip(parts, hidden, strict=True)}
+        return torch.stack([last[i] for i in range(len(new))])
+
+    def _pass(self, step: Step) -> Tensor:
+        """One pass of all layers: the hidden state [B, d] of every row's last token."""
+        model = self.model
+        layers = range(model.config.text.num_hidden_layers)
+        state = model.enter(model.embed(step.ids))
+        lookups = model.look_up(layers, step.ids, step.pack, step)
+        for layer in layers:
+            state = model.advance(layer, state, lookups, step.pack, step=step).state
+        step.commit()
+        return model.leave(state).index_select(0, step.on_device(step.start + step.host_count - 1))
+
+
+# What transformers passes along, that changes nothing here.
+_IGNORED = {
+    "_from_auto",
+    "adapter_kwargs",
+    "attn_implementation",
+    "code_revision",
+    "ignore_mismatched_sizes",
+    "low_cpu_mem_usage",
+    "trust_remote_code",
+    "use_safetensors",
+    "weights_only",
+}
+_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
+    """The folder of a checkpoint, fetched from the hub if there is no folder of that name. Takes hub options out."""
+    hub = {key: options.pop(key) for key in _HUB if key in options}
+    options = {key: value for key, value in hub.items() if value not in (None, "")}
+    if not Path(name).is_dir():
+        from huggingface_hub import snapshot_download
+
+        subfolder, wanted = options.pop("subfolder", ""), ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(str(name), allow_patterns=wanted, **options)) / subfolder
+    return Path(name) / options.get("subfolder", "")
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    ModelConfig.load(folder)  # names the file in its errors
+    return PreTrainedConfig._dict_from_json_file(folder / "config.json")
+
+
+def _dtype(wanted: torch.dtype | str | None, config: DeepseekV41Config) -> torch.dtype:
+    if wanted in (None, "auto"):
+        quantised = is_quantised(config.to_dict())
+        wanted = "bfloat16" if quantised else (config.dtype or "float32")
+    return getattr(torch, wanted) if isinstance(wanted, str) else wanted
+
+
+def _device(device_map: Any) -> torch.device:
+    if isinstance(device_map, dict) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if device_map in (None, "auto"):
+        return torch.device("cuda" if device_map and torch.cuda.is_available() else "cpu")
+    if not isinstance(device_map, (str, int, torch.device)):
+        raise ValueError(f"device_map={device_map!r}: the model is loaded onto one device; give its name")
+    return torch.device(device_map)
+
+
+def _new_model(config: ModelConfig, runtime: Runtime | None, tokenizer: Any) -> DeepseekV41:
+    token_map = None
+    if config.text.engram_layer_ids:
+        if tokenizer is None:
+            raise ValueError("a new model with Engram layers needs its tokenizer: from_config(config, tokenizer=...)")
+        token_map = build_token_map(getattr(tokenizer, "backend_tokenizer", tokenizer))
+    return build_model(config, runtime, token_map, torch.initial_seed() % 2**31, dtype=torch.get_default_dtype())
+
+
+def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """seq_lens int64 [B, documents] that position_ids imply; None if each row is one document, as a mask says."""
+    if attention_mask is not None:
+        expected = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        if bool(((position_ids != expected) & attention_mask.bool()).any()):
+            raise ValueError("position_ids do not agree with attention_mask: they must count the real tokens from 0")
+        return None
+    starts = position_ids == 0
+    index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    begun = torch.where(starts, index, 0).cummax(-1).values
+    if not bool(starts[:, 0].all()) or bool((index - begun != position_ids).any()):
+        raise ValueError("position_ids must count the tokens of every document from 0")
+    end = torch.tensor([position_ids.shape[1]], device=position_ids.device)
+    lengths = [row.nonzero().flatten().diff(append=end) for row in starts]
+    return torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
+
+
+def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: released names (what a folder's safetensors hold) become the model's own."""
+    if prefix or not any(name in state for name in ("embed.weight", "head.weight")):
+        return
+    for name, tensor in own_state({name: state.pop(name) for name in list(state)}).items():
+        state[f"model.{name}"] = tensor
+
+
+AutoConfig.register(MODEL_TYPE, DeepseekV41Config, exist_ok=True)
+AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
+AutoTokenizer.register(DeepseekV41Config, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
