@@ -5,6 +5,7 @@ from model.checkpoint import convert_checkpoint, load_pretrained, load_weights, 
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
 from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
+from model.merge import merge_checkpoints, open_folder
 
 __all__ = [
     "DeepseekV41",
@@ -25,6 +26,8 @@ __all__ = [
     "indexer_recall",
     "load_pretrained",
     "load_weights",
+    "merge_checkpoints",
+    "open_folder",
     "reverse_kl",
     "save_pretrained",
     "token_log_probs",

@@ -236,8 +236,8 @@ def save_pretrained(
     if ranks.size % spread:
         raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
     kept = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
-    with _whole_folder(Path(folder), ranks) as work:
-        _write(work, [source(part) for part in held], kept, model.config, format, dtype, shard_bytes, ranks)
+    with whole_folder(Path(folder), ranks) as work:
+        write_checkpoint(work, [source(part) for part in held], kept, model.config, format, dtype, shard_bytes, ranks)
         if ranks.rank == 0:
             if tokenizer is not None:
                 tokenizer.save(str(work / "tokenizer.json"))
@@ -271,11 +271,11 @@ def convert_checkpoint(
         raise ValueError(f"{dst} exists already; name a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    with open_checkpoint(src, config, list(parts(skeleton))) as sources, _whole_folder(dst) as work:
+    with open_checkpoint(src, config, list(parts(skeleton))) as sources, whole_folder(dst) as work:
         kept = {source.name for source in sources if source.kept is not None}
         dtype = torch.bfloat16 if format == "bf16" and not kept else None
         layout = "released" if format == "released" else "plain"
-        total = _write(work, sources, kept, config, layout, dtype, shard_bytes, ALONE)
+        total = write_checkpoint(work, sources, kept, config, layout, dtype, shard_bytes, ALONE)
         for name in COMPANIONS:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
@@ -388,7 +388,7 @@ def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]
     return problems
 
 
-def _write(
+def write_checkpoint(
     folder: Path,
     sources: Iterable[Source],
     kept: Container[str],
@@ -396,9 +396,11 @@ def _write(
     format: str,
     dtype: torch.dtype | None,
     shard_bytes: int,
-    ranks: Ranks,
+    ranks: Ranks = ALONE,
 ) -> int:
-    """`kept`: the weights whose scales go beside them in a plain folder."""
+    """Write config.json and the tensors into a folder, as `save_pretrained` does; returns the bytes of all tensors.
+    `kept`: the weights whose scales go beside them in a plain folder.
+    """
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
     bundles, scales, plain = [], [], torch.float32
@@ -451,7 +453,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _whole_folder(folder: Path, ranks: Ranks = ALONE) -> Iterator[Path]:
+def whole_folder(folder: Path, ranks: Ranks = ALONE) -> Iterator[Path]:
     """A folder to write into, which takes the place of `folder` once the block ends well and else disappears. All
     `ranks` work in the same one; what fails in one fails in all.
     """

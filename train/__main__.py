@@ -11,13 +11,20 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from train import config, convert, plan, pretrain
+from train import config, convert, merge, plan, pretrain
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
 from train.rl import task as rl
 from train.watch import LOST, RankLost
 
-TASKS = {"pretrain": pretrain.run, "sft": pretrain.run, "rl": rl.run, "plan": plan.run, "convert": convert.run}
+TASKS = {
+    "pretrain": pretrain.run,
+    "sft": pretrain.run,
+    "rl": rl.run,
+    "plan": plan.run,
+    "convert": convert.run,
+    "merge": merge.run,
+}
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")

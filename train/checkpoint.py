@@ -16,6 +16,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.checkpoint import allocate_scales, scale_parts
+from model import ModelConfig
+from model.backbone import allocate_model
+from model.checkpoint import allocate_scales, parts, released_names, scale_parts
+from model.released import Source, row_blocks
 from train import storage
 from train.storage import CheckpointError, Index, Spread
 
@@ -183,6 +187,44 @@ def load_model(folder: Path, model: torch.nn.Module) -> None:
     _check_tensors(folder, index, wanted)
     allocate_scales(model, {name.removeprefix(SCALES) for name in index if name.startswith(SCALES)})
     storage.load(folder, wanted | _scale_tensors(model), index)
+
+
+@contextmanager
+def open_model(folder: Path) -> Iterator[dict[str, Source]]:
+    """The weights of a checkpoint under their released names, in the order of the model, read a few rows at a time.
+
+    Raises ``CheckpointError`` if the folder is damaged or does not hold its own model.
+    """
+    index = storage.read_index(folder)
+    config = ModelConfig.from_dict(model_config(folder))
+    skeleton = allocate_model(config, None, None, "meta", torch.float32)
+    _check_tensors(folder, index, _model_tensors(skeleton))
+    shapes = {part.name: part.shape for part in parts(skeleton)}
+    with storage.open_rows(folder, index) as read:
+        found = {}
+        for name, tensor in skeleton.state_dict().items():
+            for place, released in enumerate(released_names(name, tensor.shape)):
+                expert = place if len(shapes[released]) < tensor.dim() else None
+                found[released] = _source(released, f"{MODEL}{name}", expert, index, read)
+        yield found
+
+
+def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> Source:
+    """One released tensor out of what was saved: all of an entry, or one expert of a stack."""
+    dtype, shape, _ = index[entry]
+
+    def blocks() -> Iterator[Tensor]:
+        if expert is not None:
+            matrix = read(entry, slice(expert, expert + 1))[0]
+            yield from (matrix[rows] for rows in row_blocks(tuple(matrix.shape)))
+        elif not shape:
+            yield read(entry)
+        else:
+            yield from (read(entry, rows) for rows in row_blocks(shape))
+
+    scales = f"{SCALES}{name}"
+    kept = (lambda: read(scales)) if scales in index else None
+    return Source(name, shape if expert is None else shape[1:], dtype, blocks, kept)
 
 
 def model_config(folder: Path) -> dict[str, Any]:

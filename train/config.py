@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from math import gcd
@@ -155,6 +156,44 @@ class Conversion:
     format: Literal["released", "bf16"]
 
 
+@dataclass(config=STRICT, frozen=True)
+class MergerTask:
+    """Which task this is."""
+
+    kind: Literal["merge"]
+
+
+@dataclass(config=STRICT, frozen=True)
+class Merger:
+    """``task=merge``: the weighted average of checkpoints. The sections of a training run are not looked at."""
+
+    task: MergerTask
+    checkpoints: Annotated[list[str], Field(min_length=1)]  # each as for ``init_from``
+    weights: list[float] | None  # of each; None: equal shares
+    dst: str  # a new folder
+    format: Literal["plain", "released"]
+
+    @property
+    def shares(self) -> list[float]:
+        """The weight of every checkpoint."""
+        equal = [1 / len(self.checkpoints)] * len(self.checkpoints)
+        return equal if self.weights is None else self.weights
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the weights."""
+        remedy = "Correct them, or leave them out for equal shares"
+        if len(self.shares) != len(self.checkpoints):
+            rule = f"{len(self.checkpoints)} checkpoints need as many weights"
+            yield problem("weights", self.weights, rule, remedy)
+        elif abs(math.fsum(self.shares) - 1) > 1e-9:
+            rule = f"their sum is {math.fsum(self.shares):.12g}, must be 1"
+            yield problem("weights", self.weights, rule, remedy)
+
+
+# Tasks that need no training configuration
+SMALL = {"convert": Conversion, "merge": Merger}
+
+
 class ConfigError(InputError):
     """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
 
@@ -183,15 +222,15 @@ def open_overrides(arguments: list[str]) -> list[str]:
     return [f"++{argument}" if is_value(argument) else argument for argument in arguments]
 
 
-def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
     """The typed configuration of a composed tree.
 
     Raises:
         ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
     """
     task = raw.get("task")
-    converts = isinstance(task, Mapping) and task.get("kind") == "convert"
-    if converts:  # a training run's sections may refer to settings that this task does not have
+    small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
+    if small is not None:  # a training run's sections may refer to settings that this task does not have
         unused = {field.name for field in fields(Config)} - {"task"}
         raw = {key: raw[key] for key in raw if key not in unused}
     elif isinstance(raw.get("init_from"), str):
@@ -202,8 +241,8 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion:
         raise ConfigError(
             [f"{error.full_key}: {str(error.msg).splitlines()[0]}. Correct the ${{...}} reference"]
         ) from None
-    if converts:
-        return _parse_conversion(tree)
+    if small is not None:
+        return _parse_small(tree, small)
     config, problems, bad_keys = _convert(tree)
     if config is not None:
         problems += [text for keys, text in _cross_checks(config) if not keys & bad_keys]
@@ -229,15 +268,19 @@ def _with_origin(raw: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {**tree, "model": origin.model}
 
 
-def _parse_conversion(tree: dict[str, Any]) -> Conversion:
+def _parse_small(tree: dict[str, Any], whole: type[Conversion] | type[Merger]) -> Conversion | Merger:
     try:
-        return TypeAdapter(Conversion).validate_json(json.dumps(tree), strict=True)
+        config = TypeAdapter(whole).validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    paths = [[str(part) for part in entry["loc"]] for entry in errors]
-    raise ConfigError(
-        [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, Conversion)]
-    )
+        paths = [[str(part) for part in entry["loc"]] for entry in errors]
+        raise ConfigError(
+            [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, whole)]
+        ) from None
+    problems = list(config.problems()) if isinstance(config, Merger) else []
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:

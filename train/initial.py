@@ -6,13 +6,16 @@ quantised or not; a run's ``export`` is one), a run directory, or one of its che
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from model import ModelConfig, load_weights
+from model import ModelConfig, load_weights, open_folder
+from model.released import Source
 from train import checkpoint
 
 
@@ -61,6 +64,17 @@ def load_origin(model: torch.nn.Module, name: str) -> Path:
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     return folder
+
+
+@contextmanager
+def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
+    """Its tensors under their released names, in the order of the model, read a few rows at a time.
+
+    Raises:
+        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+    """
+    with open_folder(origin.folder) if _is_released(origin.folder) else checkpoint.open_model(origin.folder) as tensors:
+        yield tensors
 
 
 def _is_released(folder: Path) -> bool:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from model.parallel import Ranks
-from model.released import SPELLED, Header, Stored, file_headers, row_blocks, write_files
+from model.released import SPELLED, Header, Shards, Stored, file_headers, row_blocks, write_files
 from train.errors import InputError
 
 INDEX = "tensors.json"
@@ -168,6 +168,44 @@ def read_index(folder: Path) -> Index:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, error) from None
+
+
+@contextmanager
+def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | None], Tensor]]:
+    """Read rows of saved tensors one call at a time, in one process: ``read(name, rows)``; None: all of it.
+
+    Raises:
+        CheckpointError: a file is damaged or missing; the message names it.
+    """
+    files = sorted({chunk.file for entry in index.values() for chunk in entry.chunks})
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            headers |= file_headers(folder / file)
+        except (OSError, ValueError) as error:
+            raise damaged(folder / file, error) from None
+    for name, (dtype, shape, chunks) in index.items():
+        for chunk in chunks:
+            key, wanted = _key(name, shape, chunk.start, chunk.rows), (chunk.rows, *shape[1:]) if shape else ()
+            if key not in headers or headers[key][1:] != (SPELLED[dtype], wanted):
+                raise damaged(folder / chunk.file, ValueError(f"it does not hold {key} as {INDEX} says"))
+    with Shards(headers) as shards:
+
+        def read(name: str, rows: slice | None = None) -> Tensor:
+            entry = index[name]
+            if not entry.shape:
+                return shards.read(name)
+            first, end = (rows.start, rows.stop) if rows else (0, entry.shape[0])
+            pieces = []
+            for chunk in sorted(entry.chunks):
+                stop = min(end, chunk.start + chunk.rows)
+                if chunk.start <= first < stop:
+                    key = _key(name, entry.shape, chunk.start, chunk.rows)
+                    pieces.append(shards.read(key, slice(first - chunk.start, stop - chunk.start)))
+                    first = stop
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+        yield read
 
 
 def complete(entry: Entry) -> bool:
