@@ -5,6 +5,7 @@ the state saved: run the same command again to continue; 4 another process of th
 interrupted before there was anything to save.
 """
 
+import os
 import signal
 import sys
 
@@ -12,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from train import config, convert, merge, plan, pretrain
+from train.engine import LAUNCHERS
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
 from train.rl import task as rl
@@ -45,15 +47,19 @@ def run_task(raw: DictConfig) -> None:
             signal.signal(number, signal.SIG_IGN)
         fail(75, error)
     except RankLost as error:
-        fail(LOST, error)
+        fail(LOST, error, told=error.told)
     except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def fail(code: int, error: Exception) -> None:
-    print(f"error: {error}" if code != 75 else error, file=sys.stderr)
+def fail(code: int, error: Exception, told: bool | None = None) -> None:
+    """End with a message. Of several processes rank 0 prints it: it hears of every other's, see ``train/watch.py``."""
+    if told is None:
+        told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
+    if not told:
+        print(f"error: {error}" if code != 75 else error, file=sys.stderr)
     sys.exit(code)
 
 

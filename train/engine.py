@@ -112,7 +112,7 @@ class World:
             lost = self.watch.verdict(SILENCE + 5 if _from_collective(error) else 0)
             self.watch.leave_word(f"{type(error).__name__}: {error}")
             if lost and _from_collective(error):
-                raise RankLost(message(lost)) from error
+                raise RankLost(message(lost), told=not self.watch.speaks()) from error
             raise
         self._part()
 

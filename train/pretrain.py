@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 import yaml
 
 from data.chat import prompt_ids
@@ -37,7 +38,7 @@ def run(config: Config) -> None:
     """
     world = launch(config.parallel)
     alone = only_process_in(config.run_dir) if world.first else nullcontext()
-    with alone, world.together(Interrupted, NonFiniteError):
+    with world.together(Interrupted, NonFiniteError), alone:
         folder, changes = world.from_first(find_state(config))
         if world.first:
             print("Preparing tokenizer, data and model; the first time takes a minute ...", flush=True)
@@ -96,7 +97,7 @@ def only_process_in(directory: Path) -> Iterator[None]:
 
 def announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
     """The opening lines: what is trained, from where, and how."""
-    size = sum(parameter.numel() for parameter in run.model.parameters())
+    size = sum(whole_size(parameter) for parameter in run.model.parameters())
     report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
     for note in run.notes:
         report.log(note)
@@ -108,6 +109,12 @@ def announce(run: Run, state: State, report: Reporter, folder: Path | None, chan
     report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens")
     for change in changes:
         report.log(f"changed since: {change}")
+
+
+def whole_size(parameter: torch.nn.Parameter) -> int:
+    """Elements of the parameter, of which this process may hold a part."""
+    shard = getattr(parameter, "shard", None)
+    return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:

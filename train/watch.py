@@ -24,7 +24,11 @@ LOST = 4  # exit code
 
 
 class RankLost(RuntimeError):
-    """Another process of the run ended or no longer answers; the message names it."""
+    """Another process of the run ended or no longer answers; the message names it. `told`: by another process."""
+
+    def __init__(self, text: str, told: bool):
+        super().__init__(text)
+        self.told = told
 
 
 class Watch(threading.Thread):
@@ -81,8 +85,9 @@ class Watch(threading.Thread):
         return f"rank {rank} (process {pid} on {host})"
 
     def speaks(self) -> bool:
-        """Whether this process is the one to report: rank 0, or rank 1 if that is the one lost."""
-        return self.rank == (1 if self.lost and self.lost.startswith(("rank 0 ", "the launcher")) else 0)
+        """Whether this process is the one to report: rank 0, or rank 1 if that was lost without a word."""
+        silent = self.lost.startswith("rank 0 ") and "stopped:" not in self.lost
+        return self.rank == (1 if silent else 0)
 
     def say(self) -> None:
         if self.speaks():
