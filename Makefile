@@ -8,14 +8,14 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train studies $(STUDIES:%=study-%) test slurm-check bench lint clean
+.PHONY: help install train studies $(STUDIES:%=study-%) test slurm-check bench bench-distributed lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
-	@echo "make bench   print the benchmark tables"
+	@echo "make bench   print the benchmark tables; make bench-distributed those of 1, 2 and 4 processes"
 	@echo "make lint    check the style"
 	@echo "make clean   remove .venv and caches (runs/ stays)"
 
@@ -34,7 +34,10 @@ slurm-check: install
 	@$(PY) -m pytest tests/slurm $(ARGS)
 
 bench: install
-	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+	@for file in $(filter-out %_distributed.py,$(wildcard tests/bench/bench_*.py)); do echo "== $$file"; $(PY) $$file || exit 1; done
+
+bench-distributed: install
+	@$(PY) tests/bench/bench_distributed.py $(ARGS)
 
 lint: install
 	@$(PY) -m ruff check .

@@ -1,0 +1,88 @@
+"""How runs of several processes end: one is killed, one is told to stop; and that the run then goes on as if nothing
+had happened, on another number of processes if need be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ranks import Group
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SETTINGS = (
+    "model=tiny", "data.source=text", "task.seq_len=64", "task.micro_batch=2", "task.accumulation=2",
+    "task.tokens=3000", "task.eval_every=100", "data.validation_rows=5", "task.sample_tokens=3", "optim=report",
+    "optim.schedule.warmup_steps=0", "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5",
+    "optim.settings.adamw.eps=1.0e-4", "checkpoint.every=2",
+    # Nothing is rounded or selected, so that the last bits of a sum cannot become a jump some steps later.
+    "runtime.kv_quant=false", "runtime.candidate_pool=false", "model.text_config.index_topk=64",
+    "checkpoint.keep=100",
+    "logger.progress=false", "parallel.device=cpu",
+)  # fmt: skip
+
+
+def start(corpus: Path, name: str, size: int, layout: str) -> Group:
+    data = (f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]")
+    place = (f"data.cache_dir={corpus}/cache", f"output={corpus}/runs", f"name={name}", f"parallel={layout}")
+    logs = corpus / f"logs-{name}-{time.monotonic_ns()}"
+    return Group(size, ["-m", "train", *SETTINGS, *data, *place], logs)
+
+
+def records(corpus: Path, name: str, kind: str) -> list[dict]:
+    lines = (corpus / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
+    with start(corpus, "broken", 2, "ep2") as group:
+        group.wait_for("step=4 ")
+        victim = group.processes[1]
+        victim.kill()
+        killed = time.monotonic()
+        first, second = group.finish(seconds=60)
+        assert time.monotonic() - killed < 60
+    assert (first.code, second.code) == (4, -signal.SIGKILL)
+    said = re.search(r"error: (.*)", first.output).group(1)
+    assert said.startswith(f"rank 1 (process {victim.pid} on ") and "is gone" in said
+
+    with start(corpus, "broken", 2, "ep2") as group:  # from step 2 or 4
+        group.wait_for("step=6 ")
+        group.processes[1].send_signal(signal.SIGTERM)
+        first, second = group.finish()
+    assert (first.code, second.code) == (75, 75)
+    assert "continuing from" in first.output and "Stopped by SIGTERM after step" in first.output
+    assert "Stopped" not in second.output  # rank 0 says it for both
+
+    with start(corpus, "broken", 1, "single") as group, start(corpus, "whole", 1, "single") as other:
+        for ended in (*group.finish(), *other.finish()):
+            assert ended.code == 0, ended.output
+    train, valid = {"loss": 1e-5, "grad_norm": 1e-4, "tokens": 0}, {"loss": 1e-5, "targets": 0}
+    for kind, limits in (("train", train), ("valid", valid)):
+        broken, whole = records(corpus, "broken", kind), records(corpus, "whole", kind)
+        assert [record["step"] for record in broken] == [record["step"] for record in whole]
+        for ours, theirs in zip(broken, whole, strict=True):
+            for key, limit in limits.items():
+                assert ours[key] == pytest.approx(theirs[key], rel=limit), f"{key} of step {ours['step']}"
+
+
+def test_the_end_of_rank_0_is_told_by_another(corpus: Path) -> None:
+    with start(corpus, "headless", 2, "ep2") as group:
+        group.wait_for("step=1 ")
+        group.processes[0].kill()
+        _, second = group.finish(seconds=60)
+    assert second.code == 4
+    name = rf"rank 0 \(process {group.processes[0].pid} on .*\)"
+    assert re.search(f"error: {name} (is gone|no longer answers)", second.output)
+
+
+def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
+    with start(corpus, "refused", 2, "ep4") as group:
+        first, second = group.finish()
+    assert (first.code, second.code) == (2, 2) and not second.output
+    assert "parallel.data_parallel = 4: 2 processes were started. Start as many (torchrun" in first.output

@@ -1,0 +1,157 @@
+"""What the processes of a run agree on: who is who, how a step is shared, who owns what, and who is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from importlib.metadata import version
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optim.place import share_out
+from train import watch
+from train.config import ConfigError
+from train.engine import Place, World, find_place, launch, pick_device
+from train.watch import Watch
+
+MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+def test_every_launcher_is_understood() -> None:
+    assert find_place({}) == Place(0, 1, 0)
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
+    assert find_place(torchrun) == Place(5, 8, 1)
+    srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", **MEETING}
+    assert find_place(srun) == Place(5, 8, 1)
+    assert find_place({**srun, **torchrun, "RANK": "6"}) == Place(6, 8, 1)  # torchrun in a job of Slurm's
+    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) == Place()  # a job of one
+
+
+def test_half_an_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8 processes were started, but the environment lacks LOCAL_RANK, "):
+        find_place({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"})
+
+
+def test_a_lone_process_cannot_be_several(make_config) -> None:
+    layout = make_config("parallel.data_parallel=2").parallel
+    with pytest.raises(ConfigError, match=r"data_parallel = 2: 1 process was started\. Start as many \(torchrun"):
+        launch(layout)
+
+
+def test_a_lone_process_needs_no_group_and_no_deepspeed() -> None:
+    code = """
+import sys, torch
+from train.config import ParallelConfig
+from train.engine import Engine, launch
+world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
+model = torch.nn.Linear(2, 2)
+engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
+engine.backward(model(torch.ones(1, 2)).sum()), engine.reduce(), engine.step()
+assert world.size == 1 and not torch.distributed.is_initialized() and "deepspeed" not in sys.modules
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=watch.__file__.rsplit("/train/")[0])
+
+
+def test_the_pinned_deepspeed_is_installed() -> None:
+    """`train.engine` sets two attributes that DeepSpeed does not promise to keep: has_moe_layers, without which an
+    engine fails on a split parameter, and enable_backward_allreduce; tests/distributed runs them.
+    """
+    assert version("deepspeed") == "0.19.8"
+
+
+@pytest.mark.parametrize(
+    ("micro", "passes", "ranks", "expected"),
+    [(2, 4, 1, (2, 4)), (2, 4, 2, (2, 2)), (2, 4, 4, (2, 1)), (2, 4, 8, (1, 1)), (4, 3, 2, (2, 3)), (3, 4, 6, (1, 2))],
+)
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(make_config, micro, passes, ranks, expected) -> None:
+    task = make_config(
+        f"task.micro_batch={micro}", f"task.accumulation={passes}", f"parallel.data_parallel={ranks}"
+    ).task  # which also checks that the rows can be shared
+    assert task.share(ranks) == expected
+    assert expected[0] * expected[1] * ranks == micro * passes
+    assert expected[0] <= micro and expected[1] <= passes
+
+
+def test_owners_take_the_largest_first() -> None:
+    assert share_out([10, 70, 30, 20, 60], 3) == [2, 0, 2, 2, 1]
+    assert share_out([5] * 6, 3) == [0, 1, 2, 0, 1, 2]
+    assert share_out([1, 2], 4) == [1, 0]
+    assert share_out([], 2) == []
+
+
+def test_the_device_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick_device("cpu", Place(3, 4, 1)) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for visible, index in ((4, 3), (1, 0)):  # Slurm can show each process one device only
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert pick_device("auto", Place(7, 8, 3)) == torch.device("cuda", index)
+    assert pick_device("auto") == torch.device("cuda")
+
+
+def test_numbers_of_a_lone_process_are_left_alone() -> None:
+    world, tensor = World(torch.device("cpu")), torch.tensor([1, 2])
+    assert world.sum_(tensor) is tensor and world.any(True) and not world.any(False)
+    assert world.from_first("x") == "x" and world.gather(3) == [3] and world.first
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch):
+    """``watches(size)``: the watches of so many ranks, in one process and on one store, with short times."""
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "SILENCE", 0.5)
+    monkeypatch.setattr(watch, "GRACE", 60.0)
+    store, made = dist.HashStore(), []
+
+    def make(size: int) -> list[Watch]:
+        threads = [threading.Thread(target=lambda r=r: made.append(Watch(store, r, size))) for r in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sorted(made, key=lambda one: one.rank)
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_silent_rank_is_named_to_all(watches) -> None:
+    first, second, silent = watches(3)
+    first.start(), second.start()  # the third never gives a sign of life
+    assert silent.name_of(2) == f"rank 2 (process {os.getpid()} on {socket.gethostname()})"
+    assert first.verdict(10) == second.verdict(10) == f"{silent.name_of(2)} is gone"
+    assert first.speaks() and not second.speaks()
+
+
+def test_a_dead_process_is_named_by_its_neighbours(watches) -> None:
+    first, second = watches(2)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    for one in (first, second):
+        one.places[0] = [one.places[0][0], str(child.pid)]
+    second.start()
+    assert second.verdict(10) == f"{second.name_of(0)} is gone"
+    assert second.speaks()  # for rank 0 cannot
+
+
+def test_a_rank_that_ends_by_itself_leaves_word(watches) -> None:
+    first, second = watches(2)
+    first.start(), second.start()
+    second.leave_word("DataError: no documents")
+    assert first.verdict(10) == f"{second.name_of(1)} stopped: DataError: no documents"
+    assert first.speaks()
+
+
+def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
+    first, second = watches(2)
+    first.start(), second.start()
+    second.close(), first.close()
+    time.sleep(0.1)
+    assert first.lost is None and second.lost is None
