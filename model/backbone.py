@@ -393,7 +393,7 @@ class DeepseekV41(nn.Module):
             return x
         slots = (types == IMAGE).nonzero().flatten()
         found = 0
-        if pixel_values is not None:
+        if pixel_values is not None and len(image_grid_hws):
             features = self.aligner(self.vision(pixel_values, image_grid_hws))
             found = features.shape[0]
         if found != len(slots):

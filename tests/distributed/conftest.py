@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def alone(corpus: Path) -> dict:
-    """What one process finds."""
-    return steps.ten_steps("plain", World(torch.device("cpu")), corpus)
+def alone(corpus: Path) -> Callable[[str], dict]:
+    """``alone(case)``: what one process finds."""
+    return cache(lambda case: steps.ten_steps(case, World(torch.device("cpu")), corpus))

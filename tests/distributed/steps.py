@@ -24,12 +24,15 @@ TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.dev
         # Without it AdamW makes whole steps of gradients that are zero but for rounding.
         "optim.settings.adamw.eps=1.0e-4", "optim.clip=0.3",
         "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5")  # fmt: skip
+VISION = ("model=study_vision", "model.text_config.vocab_size=512", "model.text_config.n_routed_experts=4",
+          "optim.schedule.constant_until_tokens=0")  # fmt: skip
 # The same eight rows a step each time: in as few passes as possible, or in as many.
 CASES = {
     "plain": ("task.micro_batch=8", "task.accumulation=1"),
     "passes": ("task.micro_batch=1", "task.accumulation=8"),
     "recompute": ("task.micro_batch=8", "task.accumulation=1", "runtime.recompute=true"),
     "both": ("task.micro_batch=2", "task.accumulation=4", "runtime.recompute=true"),
+    "images": ("task.micro_batch=8", "task.accumulation=1", *VISION),
 }
 
 
@@ -44,11 +47,39 @@ def rows_of_step(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.masked_fill(~real, 2), "labels": labels, "seq_lens": lengths}
 
 
+def images_of_step(step: int) -> dict[str, torch.Tensor]:
+    """The same with an image of 2 x 3 patches in each row of the first step, in the last three rows of every third
+    later one, and nowhere in the others: the vision tower then has a gradient on all ranks, on some, or on none.
+    """
+    batch = rows_of_step(step)
+    span = torch.tensor([0, 1, 1, 1, 2, 1, 1, 1, 2, 3])  # START, two rows of IMAGE and NEWLINE, END
+    types = torch.full((ROWS, LENGTH), -1)
+    first = 0 if step == 0 else (ROWS, ROWS, ROWS - 3)[step % 3]
+    types[first:, 2 : 2 + len(span)] = span
+    batch["seq_lens"] = torch.full((ROWS, 1), LENGTH) if step % 2 else torch.full((ROWS, 1), LENGTH - 4)
+    images = ROWS - first
+    pixels = torch.randn(images * 6, 3, 2, 2, generator=torch.Generator().manual_seed(step))
+    grids = torch.tensor([[2, 3]]).repeat(images, 1)
+    labels = batch["labels"].masked_fill(types >= 0, -100)
+    ids = batch["input_ids"].masked_fill(types >= 0, 3)
+    return {**batch, "input_ids": ids, "labels": labels, "vision_token_types": types, "pixel_values": pixels,
+            "image_grid_hws": grids}  # fmt: skip
+
+
 def share(batch: dict[str, torch.Tensor], run: Run) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step, dealt out as the loader does."""
     rows, passes = run.config.task.share(run.world.size)
     first = [(number * run.world.size + run.world.rank) * rows for number in range(passes)]
-    return [{name: tensor[at : at + rows] for name, tensor in batch.items()} for at in first]
+    return [_rows(batch, at, at + rows) for at in first]
+
+
+def _rows(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+    part = {name: tensor[start:stop] for name, tensor in batch.items() if len(tensor) == ROWS}
+    if "pixel_values" in batch:
+        before, here = ((batch["vision_token_types"][at] == 0).sum() for at in (slice(start), slice(start, stop)))
+        part["image_grid_hws"] = batch["image_grid_hws"][before : before + here]
+        part["pixel_values"] = batch["pixel_values"][6 * before : 6 * (before + here)]
+    return part
 
 
 def whole(run: Run) -> dict[str, torch.Tensor]:
@@ -68,10 +99,12 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     """The numbers of every step and the model after the last. No token may choose expert 3 of the first layer."""
     config = configure(case, world.size, world.parallel.experts.size, corpus)
     run = build(config, world)
-    run.model.layers[0].ffn.gate.bias[3] = -1000.0
+    for bias in run.model.balance_buffers()[0]:
+        bias[3] = -1000.0
     losses, norms = [], []
+    batch_of = images_of_step if case == "images" else rows_of_step
     for step in range(STEPS):
-        numbers = train_step(run, share(rows_of_step(step), run), step, 0)
+        numbers = train_step(run, share(batch_of(step), run), step, 0)
         assert numbers["expert_load"][0, :, 3].sum() == 0
         losses.append([float(numbers[name]) for name in ("total", "lm_sum", "balance_sum")])
         norms.append(float(numbers["grad_norm"]))

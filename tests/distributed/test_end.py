@@ -62,7 +62,8 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
     with start(corpus, "broken", 1, "single") as group, start(corpus, "whole", 1, "single") as other:
         for ended in (*group.finish(), *other.finish()):
             assert ended.code == 0, ended.output
-    train, valid = {"loss": 1e-5, "grad_norm": 1e-4, "tokens": 0}, {"loss": 1e-5, "targets": 0}
+    # A gradient jumps where a score of the indexer crosses zero, which the loss does not.
+    train, valid = {"loss": 1e-6, "grad_norm": 1e-2, "tokens": 0}, {"loss": 1e-6, "targets": 0}
     for kind, limits in (("train", train), ("valid", valid)):
         broken, whole = records(corpus, "broken", kind), records(corpus, "whole", kind)
         assert [record["step"] for record in broken] == [record["step"] for record in whole]
