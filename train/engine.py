@@ -174,7 +174,7 @@ def launch(layout: ParallelConfig) -> World:
     if place.size == 1:
         return World(device)
     _meet(place, device)
-    groups = {n: _groups(n, place) for n in {layout.expert_parallel, layout.table_shards}}
+    groups = {n: _groups(n, place) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
     parallel = Parallel(experts, tables, layout.shard_embeddings)
     everyone = Ranks(dist.group.WORLD, place.rank, place.size)

@@ -61,7 +61,7 @@ def run(config: Config) -> None:
     """
     world = launch(config.parallel)
     alone = only_process_in(config.run_dir) if world.first else nullcontext()
-    with alone, world.together(Interrupted, NonFiniteError):
+    with world.together(Interrupted, NonFiniteError), alone:
         folder, changes = world.from_first(find_state(config))
         if world.first:
             print("Preparing tokenizer, tasks and model ...", flush=True)
