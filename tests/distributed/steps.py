@@ -48,13 +48,13 @@ def rows_of_step(step: int) -> dict[str, torch.Tensor]:
 
 
 def images_of_step(step: int) -> dict[str, torch.Tensor]:
-    """The same with an image of 2 x 3 patches in each row of the first step, in the last three rows of every third
-    later one, and nowhere in the others: the vision tower then has a gradient on all ranks, on some, or on none.
+    """The same with an image of 2 x 3 patches in each row of the first step, in three rows of the third and nowhere in
+    the others: the vision tower then has a gradient on all ranks, on some, or on none.
     """
     batch = rows_of_step(step)
     span = torch.tensor([0, 1, 1, 1, 2, 1, 1, 1, 2, 3])  # START, two rows of IMAGE and NEWLINE, END
     types = torch.full((ROWS, LENGTH), -1)
-    first = 0 if step == 0 else (ROWS, ROWS, ROWS - 3)[step % 3]
+    first = (0, ROWS, ROWS - 3, ROWS)[step]
     types[first:, 2 : 2 + len(span)] = span
     batch["seq_lens"] = torch.full((ROWS, 1), LENGTH) if step % 2 else torch.full((ROWS, 1), LENGTH - 4)
     images = ROWS - first
@@ -96,14 +96,16 @@ def whole(run: Run) -> dict[str, torch.Tensor]:
 
 
 def ten_steps(case: str, world: World, corpus: Path) -> dict:
-    """The numbers of every step and the model after the last. No token may choose expert 3 of the first layer."""
+    """The numbers of every step (with images of four, one of each kind) and the model after the last. No token may
+    choose expert 3 of the first layer.
+    """
     config = configure(case, world.size, world.parallel.experts.size, corpus)
     run = build(config, world)
     for bias in run.model.balance_buffers()[0]:
         bias[3] = -1000.0
     losses, norms = [], []
-    batch_of = images_of_step if case == "images" else rows_of_step
-    for step in range(STEPS):
+    batch_of, steps = (images_of_step, 4) if case == "images" else (rows_of_step, STEPS)
+    for step in range(steps):
         numbers = train_step(run, share(batch_of(step), run), step, 0)
         assert numbers["expert_load"][0, :, 3].sum() == 0
         losses.append([float(numbers[name]) for name in ("total", "lm_sum", "balance_sum")])
