@@ -23,6 +23,10 @@ class Ranks:
     rank: int = 0  # own place in it
     size: int = 1
 
+    def __deepcopy__(self, memo: dict) -> Ranks:
+        """A copied model is spread over the same processes."""
+        return self
+
     def name(self, rank: int) -> str:
         """How messages call the process at a place of the group: by its rank in the whole world."""
         return f"rank {dist.get_global_rank(self.group, rank)}"
