@@ -23,6 +23,7 @@ TASKS = {
     "pretrain": pretrain.run,
     "sft": pretrain.run,
     "rl": rl.run,
+    "distill": rl.run,
     "plan": plan.run,
     "convert": convert.run,
     "merge": merge.run,

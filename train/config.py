@@ -46,7 +46,7 @@ class TaskConfig:
     rows of a pass (see ``share``).
     """
 
-    kind: Literal["pretrain", "sft", "rl", "plan"]  # plan: compute what the rest of this configuration costs
+    kind: Literal["pretrain", "sft", "rl", "distill", "plan"]  # plan: compute what the rest of this configuration costs
     tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: Positive  # rows in one forward pass of a process, at most
@@ -130,7 +130,7 @@ class Config:
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     logger: LoggerConfig
-    rl: RlConfig | None  # task=rl only
+    rl: RlConfig | None  # task=rl and task=distill only
     init_from: str | None  # begin with the weights of this checkpoint, and take its model and its tokenizer
 
     @property
@@ -379,7 +379,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         if config.data.source != "chat":
             rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
             yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
-    if config.task.kind in ("sft", "rl") and config.init_from is None:
+    if config.task.kind in ("sft", "rl", "distill") and config.init_from is None:
         rule = f"task={config.task.kind} starts from a checkpoint"
         yield {"init_from"}, problem("init_from", None, rule, "Name its folder or a run directory: init_from=...")
     yield from _rl_checks(config)
@@ -410,15 +410,16 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     kind, parallel = config.task.kind, config.parallel
-    if (config.rl is None) == (kind == "rl"):
-        rule = "is what task=rl needs" if kind == "rl" else f"has no effect with task={kind}"
-        yield {"rl", "task.kind"}, problem("rl", None if kind == "rl" else "...", rule, "Use task=rl, or leave it out")
+    writes = kind in ("rl", "distill")
+    if (config.rl is None) == writes:
+        rule = f"is what task={kind} needs" if writes else f"has no effect with task={kind}"
+        yield {"rl", "task.kind"}, problem("rl", None if writes else "...", rule, "Use task=rl, or leave it out")
     if config.rl is None:
         return
-    for text in config.rl.problems(parallel.data_parallel, config.task.seq_len):
+    for text in config.rl.problems(kind, parallel.data_parallel, config.task.seq_len):
         yield {"rl", "parallel.data_parallel", "task.seq_len"}, f"rl.{text}"
     if config.task.sample_tokens:
-        rule, remedy = "has no effect with task=rl, which evaluates responses", "Leave it out"
+        rule, remedy = "has no effect with task=rl and task=distill, which evaluate responses", "Leave it out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
     for key in ("expert_parallel", "table_shards"):
         if getattr(parallel, key) > 1:

@@ -40,6 +40,7 @@ class Scored:
     """The responses of a step in one order: rewards with the length term, advantages, and whether they teach."""
 
     responses: list[Response]
+    tasks: Tensor  # int64 [N]
     efforts: Tensor  # int64 [N]
     rewards: Tensor  # fp64 [N]
     advantages: Tensor  # fp64 [N]
@@ -48,22 +49,24 @@ class Scored:
     skipped: int  # subgroups without variance
 
 
-def score(groups: Sequence[Subgroup], length: LengthTerm, trained: Sequence[int]) -> Scored:
-    """Rewards with the length term, centred in every subgroup."""
+def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
+    """Rewards with the length term, if there is one, centred in every subgroup."""
     responses = [response for group in groups for response in group.responses]
     owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
     efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
-    task = torch.tensor([response.outcome.reward for response in responses], dtype=torch.float64)
-    lengths = torch.tensor([response.length for response in responses])
-    rewards = task + length.reward(lengths, efforts, trained)
+    tasks = torch.tensor([group.task for group in groups for _ in group.responses])
+    rewards = torch.tensor([response.outcome.reward for response in responses], dtype=torch.float64)
+    if length is not None:
+        lengths = torch.tensor([response.length for response in responses])
+        rewards = rewards + length.reward(lengths, efforts, trained)
     advantages, informative = centre(rewards, owner)
     skipped = len(groups) - len(owner[informative].unique())
-    return Scored(responses, efforts, rewards, advantages, informative, len(groups), skipped)
+    return Scored(responses, tasks, efforts, rewards, advantages, informative, len(groups), skipped)
 
 
-def batches(scored: Scored, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
-    """(packed batches of the responses that teach, counts: tokens of responses, stale tokens among the taught ones)."""
-    chosen = [n for n in range(len(scored.responses)) if scored.informative[n]]
+def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
+    """(packed batches of the chosen responses, bool [N]; counts: tokens of all responses, stale tokens of these)."""
+    chosen = chosen.nonzero().flatten().tolist()
     pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in chosen]
     counts = {
         "response_tokens": sum(len(response.sample.tokens) for response in scored.responses),

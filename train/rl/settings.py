@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from train.initial import find_origin
 from train.rl.effort import LengthTerm, training_efforts
 from train.rl.objective import PolicyLoss
 
@@ -23,6 +24,7 @@ class RlTask:
     prompts: str  # a JSONL file of records, or a function that draws one; see train/rl/prompts.py
     reward: str  # a function; see train/rl/rewards.py
     held_out: str | None = None  # the same for evaluation; null: further draws of the function, or the training records
+    teacher: str | None = None  # task=distill: whose distribution the policy takes on here, named as in init_from
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -35,8 +37,8 @@ class RlConfig:
     prompts: Positive  # in a step, over all processes
     max_tokens: Annotated[int, Field(ge=2)]  # of a response; one that is longer is cut and gets no reward
     temperature: Annotated[float, Field(gt=0)]
-    length: LengthTerm
-    loss: PolicyLoss
+    length: LengthTerm | None  # task=rl
+    loss: PolicyLoss | None  # task=rl
     staleness: Annotated[int, Field(ge=0)]  # tokens drawn more policy versions ago than this are not trained on
     ahead: Annotated[float, Field(ge=0)]  # responses begun for later steps, as a share of a step's; 0: none
     in_flight: Positive  # responses that a process writes at once
@@ -53,8 +55,21 @@ class RlConfig:
     def evaluated(self) -> list[int]:
         return training_efforts(self.eval_efforts)
 
-    def problems(self, ranks: int, seq_len: int) -> Iterator[str]:
+    def problems(self, kind: str, ranks: int, seq_len: int) -> Iterator[str]:
         """What is wrong with these settings beside their types: 'key = value: rule. remedy' without the section."""
+        for key in ("length", "loss"):
+            if (getattr(self, key) is None) != (kind == "distill"):
+                rule = "is what task=rl needs" if kind == "rl" else "has no effect with task=distill"
+                yield f"{key}: {rule}. {'Give it' if kind == 'rl' else 'Set it to null'}"
+        for number, task in enumerate(self.tasks):
+            if (task.teacher is None) != (kind == "rl"):
+                rule = "has no effect with task=rl" if kind == "rl" else "is what task=distill needs"
+                yield f"tasks[{number}].teacher: {rule}. {'Leave it out' if kind == 'rl' else 'Name a checkpoint'}"
+            elif task.teacher is not None:
+                try:
+                    find_origin(task.teacher)
+                except ValueError as error:
+                    yield f"tasks[{number}].teacher = {task.teacher}: {error}. Correct the path"
         for key in ("efforts", "eval_efforts"):
             try:
                 training_efforts(getattr(self, key))

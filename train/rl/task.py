@@ -1,8 +1,9 @@
-"""``task=rl``: collect graded responses, take a step of the policy gradient, go on under the new policy.
+"""``task=rl`` and ``task=distill``: collect graded responses, take a step of the policy gradient or towards the
+teachers, go on under the new policy.
 
-Read ``train`` first, then ``collect.py``, ``batch.py`` and ``objective.py``. A step here is ``train.loop.train_step``
-with another objective; checkpoints, resuming and stopping are those of every run, with the state of the rollout beside
-them.
+Read ``train`` first, then ``collect.py``, ``batch.py``, ``objective.py`` and ``distill.py``. A step here is
+``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run, with the
+state of the rollout beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from train.metrics import Silent
 from train.pretrain import announce, begin, find_state, only_process_in, report_files, save_settings
 from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
 from train.rl.collect import Collector, Plan, Subgroup
+from train.rl.distill import DistillationObjective, Teachers
 from train.rl.objective import PolicyObjective
 from train.rl.prompts import Prompts
 from train.rl.report import RlReporter, table
@@ -49,6 +51,7 @@ class Policy:
     collector: Collector  # of the training prompts
     held_out: Prompts
     reference: DeepseekV41 | None  # the policy that the run began with, if the loss asks for it
+    teachers: Teachers | None  # task=distill
     shape: Shape
 
 
@@ -68,7 +71,8 @@ def run(config: Config) -> None:
         with given():
             objects = build(config, world)
             state = begin(objects)
-            reference = copy.deepcopy(objects.model).requires_grad_(False) if config.rl.loss.kl else None
+            wanted = config.rl.loss is not None and config.rl.loss.kl
+            reference = copy.deepcopy(objects.model).requires_grad_(False) if wanted else None
             if folder:
                 state = resume(objects, folder)
         rewards = Rewards([task.reward for task in config.rl.tasks], config.rl.reward_workers, config.rl.reward_seconds)
@@ -116,7 +120,8 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
         staleness=settings.staleness,
     )
     rollout = LocalRollout(run.model, settings.in_flight, lambda: precision(run))
-    return Policy(run, Collector(plan, prompts, rollout, rewards, run.tokenizer), held_out, reference, shape)
+    teachers = Teachers(run, shape) if config.task.kind == "distill" else None
+    return Policy(run, Collector(plan, prompts, rollout, rewards, run.tokenizer), held_out, reference, teachers, shape)
 
 
 def train(policy: Policy, state: State, report: RlReporter) -> None:
@@ -166,22 +171,29 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
     """
     run, settings = policy.run, policy.run.config.rl
     scored = score(groups, settings.length, settings.trained)
-    mine, counts = batches(scored, policy.shape, state.step)
+    if policy.teachers is None:
+        mine, counts = batches(scored, scored.informative, policy.shape, state.step)
+    else:
+        mine, counts = policy.teachers.batches(scored, state.step)
     most = max(run.world.gather(len(mine)))
     mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * (most - len(mine))]]
     if policy.reference is not None:
         for batch in mine:
             batch["reference"] = log_probs_under(policy.reference, batch, settings.temperature)
-    met: Counter[str] = Counter()
+    names = PolicyObjective.NAMES if policy.teachers is None else DistillationObjective.NAMES
+    met: Counter[str] = Counter(dict.fromkeys(names, 0.0))
+    losses = losses_of(policy, met) if policy.teachers is None else policy.teachers.losses_of(met)
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
     if sum(run.world.gather(taught)):
-        numbers = train_step(run, mine, state.step, state.tokens, losses_of(policy, met))
+        numbers = train_step(run, mine, state.step, state.tokens, losses)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
-    counts |= {"subgroups": scored.subgroups, "skipped": scored.skipped, "version_lag": _lag(scored, state.step)}
+    counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
+    if policy.teachers is None:
+        counts["skipped"] = scored.skipped
     total = _summed(run, {**met, **counts})
     state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
-    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total)}
+    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, names)}
     if numbers is not None:
         record |= {
             "loss": float(numbers["lm_sum"]) / max(int(numbers["supervised"]), 1),
@@ -353,20 +365,16 @@ def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
     return total
 
 
-def _per_token(total: Counter[str]) -> dict[str, Any]:
-    """The sums of a step as what a reader wants: shares and means of the taught tokens."""
+def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
+    """The sums of a step as what a reader wants: shares and means of the taught tokens. ``names``: what its objective
+    sums up.
+    """
     taught = max(total["taught"], 1)
     return {
-        "subgroups": int(total["subgroups"]),
-        "skipped": int(total["skipped"]),
+        **{name: int(total[name]) for name in ("subgroups", "skipped") if name in total},
         "stale": total["stale_tokens"] / max(total["taught"] + total["stale_tokens"], 1),
         "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
-        "masked": total["masked"] / taught,
-        "clipped": total["clipped"] / taught,
-        "ratio": total["ratio"] / taught,
-        "drift": total["drift"] / taught,
-        "kl": total["kl"] / taught,
-        "entropy": total["entropy"] / taught,
+        **{name: total[name] / taught for name in names},
     }
 
 

@@ -67,7 +67,7 @@ def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, tempera
     groups = policy.collector.collect()
     scored = score(groups, settings.length, settings.trained)
     assert scored.informative.any()
-    made, counts = batches(scored, policy.shape, version=0)
+    made, counts = batches(scored, scored.informative, policy.shape, version=0)
     assert counts["stale_tokens"] == 0
     taught = 0
     for batch in made:
@@ -84,7 +84,7 @@ def test_batches_hold_every_response_once_with_its_own_advantage(make_policy) ->
     policy = make_policy()
     settings = policy.run.config.rl
     scored = score(policy.collector.collect(), settings.length, settings.trained)
-    made, _ = batches(scored, policy.shape, version=0)
+    made, _ = batches(scored, scored.informative, policy.shape, version=0)
     found = []
     for batch in made:
         for row in range(len(batch["seq_lens"])):
@@ -112,12 +112,13 @@ def test_stale_tokens_are_not_taught(make_policy) -> None:
     for response in scored.responses:
         sample = response.sample
         sample.versions = [3 if n < 2 else 4 for n in range(len(sample.tokens))]
-    all_taught = sum(int((b["labels"] >= 0).sum()) for b in batches(scored, policy.shape, version=4)[0])
-    made, counts = batches(scored, policy.shape, version=5)
+    all_made, _ = batches(scored, scored.informative, policy.shape, version=4)
+    all_taught = sum(int((b["labels"] >= 0).sum()) for b in all_made)
+    made, counts = batches(scored, scored.informative, policy.shape, version=5)
     left = sum(int((b["labels"] >= 0).sum()) for b in made)
     teaching = int(scored.informative.sum())
     assert counts["stale_tokens"] == all_taught - left == 2 * teaching
-    assert batches(scored, policy.shape, version=9)[1]["stale_tokens"] == all_taught
+    assert batches(scored, scored.informative, policy.shape, version=9)[1]["stale_tokens"] == all_taught
 
 
 def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:

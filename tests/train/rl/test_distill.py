@@ -1,0 +1,154 @@
+"""task=distill: the KL to each task's teacher over the whole vocabulary, one teacher at a time, and what a run does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from model import load_pretrained, save_pretrained
+from train.build import build
+from train.checkpoint import State
+from train.config import Config, ConfigError
+from train.loop import train_step
+from train.pretrain import begin
+from train.rl import task as rl
+from train.rl.batch import score
+from train.rl.rewards import Rewards
+
+
+def changed(source: Path, target: Path, noise: float, seed: int) -> Path:
+    """A checkpoint whose head and last norm are others."""
+    model = load_pretrained(source)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.head.weight.add_(noise * torch.randn_like(model.head.weight))
+    save_pretrained(model, target, Tokenizer.from_file(str(source / "tokenizer.json")))
+    return target
+
+
+@pytest.fixture(scope="session")
+def teachers(checkpoint_folder: Path, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    return [changed(checkpoint_folder, folder / str(seed), 0.3, seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def make_distill(make_rl, prompts: Path) -> Callable[..., Config]:
+    """``make_distill(teachers, "key=value", ...)``: one task for each teacher."""
+
+    def make(names: list[Path], *changes: str) -> Config:
+        entry = "{{prompts: '{0}/prompts.jsonl', reward: '{0}/grade.py:grade', teacher: '{1}'}}"
+        tasks = ", ".join(entry.format(prompts, name) for name in names)
+        fixed = ["task=distill", f"rl.tasks=[{tasks}]", "rl.length=null", "rl.loss=null", "name=distill"]
+        return make_rl(*fixed, "rl.prompts=4", *changes)
+
+    return make
+
+
+@pytest.fixture
+def make_policy(make_distill):
+    pools: list[Rewards] = []
+
+    def make(names: list[Path], *changes: str) -> rl.Policy:
+        config = make_distill(names, *changes)
+        run = build(config)
+        begin(run)
+        pools.append(Rewards([task.reward for task in config.rl.tasks], 1, config.rl.reward_seconds))
+        return rl.make_policy(run, pools[-1], None)
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def steps(config: Config) -> list[dict]:
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def test_the_objective_is_the_divergence_from_each_tasks_teacher(make_policy, teachers) -> None:
+    policy = make_policy(teachers)
+    model, scored = policy.run.model, score(policy.collector.collect(), None, [20, 80])
+    made, counts = policy.teachers.batches(scored, version=0)
+    taught = sum(int((batch["labels"] >= 0).sum()) for batch in made)
+    assert counts == {"response_tokens": taught, "stale_tokens": 0}
+    assert {int(batch["teacher"]) for batch in made} == {0, 1}
+    expected = torch.zeros((), dtype=torch.float64)
+    for batch in made:
+        inputs = {"input_ids": batch["input_ids"], "seq_lens": batch["seq_lens"]}
+        teacher = load_pretrained(teachers[int(batch["teacher"])])
+        with torch.no_grad():
+            own = model(**inputs, routing=batch["routing"]).logits.double().log_softmax(-1)
+            other = teacher(**inputs).logits.double().log_softmax(-1)
+        divergence = (own.exp() * (own - other)).sum(-1)
+        expected += divergence[:, :-1][batch["labels"][:, 1:] >= 0].sum()
+    met: Counter[str] = Counter()
+    numbers = train_step(policy.run, made, 0, 0, policy.teachers.losses_of(met))
+    torch.testing.assert_close(torch.tensor(met["kl"]).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(numbers["lm_sum"].double(), expected, rtol=1e-4, atol=1e-5)
+    assert float(expected) / taught > 1e-2
+
+
+def test_a_policy_that_is_its_teacher_learns_nothing(make_policy, checkpoint_folder: Path) -> None:
+    policy = make_policy([checkpoint_folder])
+    record = rl.step(policy, policy.collector.collect(), State())
+    assert abs(record["kl"]) < 1e-6
+    assert abs(record["loss"]) < 1e-6
+
+
+def test_one_teacher_is_in_memory_at_a_time(make_policy, teachers) -> None:
+    policy = make_policy(teachers)
+    scored = score(policy.collector.collect(), None, [20, 80])
+    seen = []
+    plain = policy.teachers.model
+
+    def watched(name: str):
+        model = plain(name)
+        if all(reference() is not model for reference in seen):
+            seen.append(weakref.ref(model))
+        gc.collect()
+        assert sum(reference() is not None for reference in seen) == 1
+        return model
+
+    policy.teachers.model = watched
+    policy.teachers.batches(scored, version=0)
+    policy.teachers.batches(scored, version=0)
+    assert len(seen) == 3, "the second round begins with the teacher that the first one ended with"
+
+
+@pytest.mark.slow
+def test_a_run_comes_nearer_to_its_teacher_and_resumes(make_distill, teachers) -> None:
+    names, lr = teachers[:1], "optim.schedule.peak=3.0e-2"
+    rl.run(make_distill(names, lr, "task.tokens=2000", "name=a"))
+    stopped = make_distill(names, lr, "task.tokens=6000", "name=a")
+    rl.run(stopped)
+    whole = make_distill(names, lr, "task.tokens=6000", "name=b")
+    rl.run(whole)
+    kl = [record["kl"] for record in steps(whole)]
+    assert kl[-1] < 0.6 * kl[0], kl
+    assert [record["kl"] for record in steps(stopped)] == kl, "stopped in between or not, the run is the same"
+
+
+def test_settings_of_the_other_task_are_refused(make_distill, make_rl, teachers, checkpoint_folder, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"rl.length: has no effect with task=distill"):
+        make_distill(teachers, "rl.length={c_max: 0.5, k0: 0.5, l_norm: 16.0, spread: 1.0}")
+    with pytest.raises(ConfigError, match=r"rl.loss: is what task=rl needs"):
+        make_rl("rl.loss=null")
+    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*nowhere is no folder"):
+        make_distill([tmp_path / "nowhere"])
+    other = shutil.copytree(checkpoint_folder, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "NFC"}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = make_distill([other])
+    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*is not the policy's"):
+        rl.make_policy(build(config), None, None)

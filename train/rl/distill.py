@@ -1,0 +1,139 @@
+"""``task=distill``: full-vocabulary distillation on what the policy itself writes, from a teacher for every task.
+
+The policy answers the prompts of all tasks; each task's teacher reads what was written there; the step lessens
+KL(policy || teacher) over the whole vocabulary at every token of the responses. One teacher is in memory at a time:
+of what it has read, its last hidden states are kept, not its logits, and its head besides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from model import DeepseekV41, Losses, ModelConfig, Totals, reverse_kl
+from model.backbone import allocate_model
+from model.engram import build_token_map
+from train.build import Run
+from train.config import ConfigError, problem
+from train.initial import find_origin, load_origin
+from train.loop import precision, to_device
+from train.rl.batch import Batch, Scored, Shape, batches
+
+# Of the tensors of a batch, those that `model.losses` takes.
+INPUTS = ("input_ids", "labels", "seq_lens", "routing")
+
+
+class DistillationObjective:
+    """KL(policy || teacher) in nats, summed over the supervised positions, and the same, detached, in ``sums``.
+
+    teacher_hidden [B, S, d']: what the teacher's head reads to predict the token at each place; teacher_head [V, d'].
+    """
+
+    NAMES = ("kl",)
+
+    def __init__(self, teacher_hidden: Tensor, teacher_head: Tensor):
+        self.hidden, self.head = teacher_hidden, teacher_head
+        self.sums = {"kl": torch.zeros((), dtype=torch.float64)}
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        divergence = reverse_kl(hidden, weight, self.hidden.flatten(0, 1)[places], self.head)
+        self.sums["kl"] += divergence.detach().double().sum().cpu()
+        return divergence.sum()
+
+
+class Teachers:
+    """The teachers of a run's tasks. A task's number in ``rl.tasks`` finds its teacher.
+
+    Raises:
+        ConfigError: a teacher's tokenizer is another than the policy's.
+    """
+
+    def __init__(self, run: Run, shape: Shape):
+        self.run, self.shape = run, shape
+        self.names = [task.teacher for task in run.config.rl.tasks]
+        for number, name in enumerate(self.names):
+            _check_tokenizer(run, number, name)
+        self.heads: dict[str, Tensor] = {}  # on the CPU
+        self.loaded: tuple[str, DeepseekV41] | None = None
+
+    def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
+        """All responses as packed batches, each of one teacher (``teacher``: its first task's number), with what the
+        teacher makes of them (``teacher_hidden``). Counts: see ``train.rl.batch.batches``.
+
+        The teacher that is in memory comes first, so that a single one is read once.
+        """
+        order = sorted(set(self.names), key=lambda name: (self.loaded is None or name != self.loaded[0], name))
+        made: list[Batch] = []
+        counts: Counter[str] = Counter()
+        for name in order:
+            numbers = torch.tensor([number for number, other in enumerate(self.names) if other == name])
+            found, counted = batches(scored, torch.isin(scored.tasks, numbers), self.shape, version)
+            counts.update(stale_tokens=counted["stale_tokens"])
+            if self.run.world.any(bool(found)):
+                self.model(name)  # all processes read a checkpoint together
+            for batch in found:
+                batch["teacher"] = numbers[0]
+                batch["teacher_hidden"] = self.read(name, batch)
+            made += found
+        return made, {**counted, **counts}
+
+    @torch.no_grad()
+    def read(self, name: str, batch: Batch) -> Tensor:
+        """[B, S, d']: the hidden states from which a teacher predicts the taught tokens of a batch, on the CPU."""
+        model, kept = self.model(name), {}
+
+        def keep(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+            if name not in self.heads:
+                self.heads[name] = weight.detach().to("cpu", copy=True)
+            found = hidden.new_zeros(*batch["labels"].shape, hidden.shape[1])
+            found.flatten(0, 1)[places] = hidden
+            kept["hidden"] = found.cpu()
+            return hidden.new_zeros(())
+
+        inputs = {key: batch[key] for key in INPUTS if key != "routing"}  # a teacher chooses its own experts
+        inputs = to_device(inputs, self.run.device)
+        with precision(self.run):
+            model.losses(**inputs, totals=model.totals(**inputs), objective=keep)
+        return kept["hidden"]
+
+    def model(self, name: str) -> DeepseekV41:
+        """A teacher, in the place of the one before."""
+        if self.loaded is None or self.loaded[0] != name:
+            self.loaded = None  # first let go of it: two do not fit
+            self.loaded = name, _load(self.run, name)
+        return self.loaded[1]
+
+    def losses_of(self, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
+        """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
+
+        def losses(batch: Batch, totals: Totals) -> Losses:
+            inputs = {key: batch[key] for key in INPUTS}
+            if "teacher" not in batch:  # filled up to as many as other processes have: it teaches nothing
+                return self.run.model.losses(**inputs, totals=totals)
+            head = self.heads[self.names[int(batch["teacher"])]].to(self.run.device)
+            objective = DistillationObjective(batch["teacher_hidden"], head)
+            found = self.run.model.losses(**inputs, totals=totals, objective=objective)
+            met.update({key: float(value) for key, value in objective.sums.items()})
+            return found
+
+        return losses
+
+
+def _check_tokenizer(run: Run, number: int, name: str) -> None:
+    path = find_origin(name).tokenizer
+    if Tokenizer.from_file(str(path)).to_str() != run.tokenizer.to_str():
+        rule = f"its tokenizer, {path}, is not the policy's: their vocabularies cannot be compared"
+        raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models of one family")])
+
+
+def _load(run: Run, name: str) -> DeepseekV41:
+    config = ModelConfig.from_dict(find_origin(name).model)
+    token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
+    dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
+    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype)
+    load_origin(model, name)
+    return model.requires_grad_(False)
