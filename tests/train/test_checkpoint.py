@@ -77,6 +77,12 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
     assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
 
 
+def test_state_from_before_the_first_step_replaces_a_later_one(tmp_path: Path) -> None:
+    parts = objects()
+    load(save(tmp_path, **objects(steps=0)), parts)
+    assert not any(parts["optimizer"].state.values())
+
+
 def test_newest_and_pruning(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 10, 100000000, 300000000):
