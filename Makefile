@@ -1,4 +1,4 @@
-# make train | studies | test | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
+# make train | sft-demo | lora-demo | vision-demo | studies | test | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
 # Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
 
 VENV  := .venv
@@ -8,10 +8,12 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train studies $(STUDIES:%=study-%) test slurm-check bench bench-distributed lint clean
+.PHONY: help install train sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
+.PHONY: bench-distributed lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
+	@echo "make sft-demo | lora-demo | vision-demo  fine-tune on a small task: all weights, adapters, images (minutes each)"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
@@ -21,6 +23,19 @@ help:
 
 train: install
 	@$(PY) -m train task=pretrain experiment=demo $(ARGS)
+
+# What they start from and learn is made if it is not there.
+sft-demo lora-demo: runs/demo/export/config.json .cache/examples/modules/valid.jsonl
+	@$(PY) -m train task=sft experiment=$(subst -,_,$@) $(ARGS)
+
+vision-demo: runs/vision-base/export/config.json .cache/examples/digits/valid.jsonl
+	@$(PY) -m train task=sft experiment=vision_demo $(ARGS)
+
+runs/%/export/config.json: | $(STAMP)
+	@$(PY) -m train task=pretrain experiment=$(subst -,_,$*)
+
+.cache/examples/%/valid.jsonl: | $(STAMP)
+	@$(PY) -m data.examples $* $(@D)
 
 studies: $(STUDIES:%=study-%)
 

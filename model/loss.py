@@ -108,6 +108,16 @@ class _TokenLogProbs(torch.autograd.Function):
         return *_head_gradients(ctx, hidden, weight, d_logits), None
 
 
+@torch.no_grad()
+def is_likeliest(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """bool [R]: whether the target has the largest logit, so that greedy decoding would take it. Shapes as in
+    `cross_entropy_sum`.
+    """
+    cast = weight.to(hidden.dtype)
+    best = [(hidden[rows] @ cast.t()).float().argmax(-1) for rows in _chunks(hidden, weight)]
+    return torch.cat(best) == targets if best else targets.new_zeros(0, dtype=torch.bool)
+
+
 def reverse_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
     """KL(student || teacher) over the whole vocabulary at every position: fp32 [R] (fp64 for fp64 input), in nats.
 

@@ -15,6 +15,7 @@ ONLY_IN = {
     "wandb": {"train/metrics.py"},
     "deepspeed": {"train/engine.py"},
     "transformers": {"model/huggingface.py"},
+    "peft": {"train/lora.py"},
     "hydra": {"train/__main__.py", "train/config.py", "train/study.py"},
 }
 

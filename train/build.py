@@ -17,7 +17,8 @@ from model.parallel import Ranks
 from optim import Optimizer, Place, assign
 from train.config import Config, ConfigError, problem
 from train.engine import Engine, World, pick_device
-from train.recipe import adamw_rules, report_rules
+from train.initial import load_origin
+from train.recipe import adamw_rules, adapter_rules, report_rules
 
 
 @dataclass
@@ -52,6 +53,15 @@ class Run:
         sizes = {name: sum(p.numel() * p.element_size() for p in some) for name, some in held.items()}
         return sizes | {"optimizer state": self.optimizer.state_bytes()}
 
+    @property
+    def kept(self) -> torch.nn.Module:
+        """What a checkpoint of the run holds: the model, or of one with an adapter the part that changes."""
+        if not self.config.lora.on:
+            return self.model
+        from train import lora
+
+        return lora.Trained(self.model)
+
 
 def build(config: Config, world: World | None = None) -> Run:
     """Make everything a run needs, for this process of ``world`` (None: it is the only one).
@@ -76,6 +86,9 @@ def build(config: Config, world: World | None = None) -> Run:
         device=world.device,
         parallel=world.parallel,
     )
+    if config.lora.on:
+        notes += give_adapter(config, model)
+    model.eval()  # as it is used outside of a training step
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
@@ -146,6 +159,16 @@ def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
         raise ConfigError([problem("init_from", name, rule, "Use the tokenizer that the checkpoint was trained with")])
 
 
+def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
+    """Load the weights that an adapter belongs to, and put it in. What was done, for the log."""
+    from train import lora  # takes seconds to import
+
+    origin = load_origin(model, config.init_from)
+    lora.add_adapter(model, config.lora, config.seed)
+    size = sum(parameter.numel() for parameter in lora.trained_parameters(model).values())
+    return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
+
+
 def freeze(config: Config, model: torch.nn.Module) -> None:
     """Take what the configuration does not train out of the gradient, and so out of the optimizer."""
     if not config.runtime.train_indexer:
@@ -161,7 +184,9 @@ def build_optimizer(
     processes that share its work; None: there is one.
     """
     optim = config.optim
-    if optim.rules == "report":
+    if config.lora.on:
+        rules = adapter_rules()
+    elif optim.rules == "report":
         rules = report_rules(
             model_config,
             per_head=optim.per_head,

@@ -28,6 +28,7 @@ from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
 from train.errors import InputError
 from train.initial import find_origin
+from train.recipe import LORA_TARGETS
 from train.rl.settings import RlConfig
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -82,6 +83,20 @@ class OptimConfig:
 
 
 @dataclass(config=STRICT, frozen=True)
+class LoraConfig:
+    """Train low-rank factors beside the frozen weights instead of the weights; see ``train/lora.py``."""
+
+    targets: list[str]  # what gets factors: names in LORA_TARGETS of train/recipe.py; none: no LoRA
+    rank: Positive
+    alpha: Annotated[float, Field(gt=0)]  # the factors' product counts alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)]  # of what the factors of linear layers and experts read
+
+    @property
+    def on(self) -> bool:
+        return bool(self.targets)
+
+
+@dataclass(config=STRICT, frozen=True)
 class CheckpointConfig:
     """When the run state is written and how many of them stay."""
 
@@ -127,6 +142,7 @@ class Config:
     runtime: Runtime
     optim: OptimConfig
     data: DataConfig
+    lora: LoraConfig
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     logger: LoggerConfig
@@ -373,6 +389,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     """Rules between keys: (keys involved, problem)."""
     yield from _model_checks(config)
     yield from _optim_checks(config.optim)
+    yield from _lora_checks(config)
     for text in config.data.problems():
         yield {"data"}, text if text.startswith("data.") else f"data.{text}"
     if config.task.kind == "sft":
@@ -478,6 +495,30 @@ def _optim_checks(optim: OptimConfig) -> Iterator[tuple[set[str], str]]:
             rule = f"has no effect with optim.rules = {_shown(optim.rules)}"
             remedy = "Leave it out, or use optim=report"
             yield {"optim.rules", f"optim.{key}"}, problem(f"optim.{key}", getattr(optim, key), rule, remedy)
+
+
+def _lora_checks(config: Config) -> Iterator[tuple[set[str], str]]:
+    lora = config.lora
+    for target in lora.targets:
+        if target not in LORA_TARGETS:
+            close = difflib.get_close_matches(target, LORA_TARGETS, n=1)
+            remedy = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(LORA_TARGETS)}"
+            yield {"lora.targets"}, problem("lora.targets", target, "no such target", remedy)
+    if len(set(lora.targets)) < len(lora.targets):
+        yield {"lora.targets"}, problem("lora.targets", lora.targets, "names one twice", "Name each once")
+    if not lora.on:
+        return
+    if config.task.kind == "plan":
+        yield {"lora.targets"}, problem("lora.targets", lora.targets, "task=plan knows no LoRA", "Leave lora out")
+    if config.init_from is None and config.task.kind != "plan":
+        rule, remedy = "an adapter belongs to trained weights, and there are none", "Name a checkpoint: init_from=..."
+        yield {"lora.targets", "init_from"}, problem("lora.targets", lora.targets, rule, remedy)
+    if config.optim.rules != "adamw":
+        rule = "has no effect: an adapter is trained by AdamW"
+        yield {"optim.rules"}, problem("optim.rules", config.optim.rules, rule, "Use optim=adamw")
+    if "indexer" in lora.targets and not config.runtime.train_indexer:
+        rule, remedy = "with runtime.train_indexer = false it is not trained", "Leave one of them out"
+        yield {"lora.targets", "runtime.train_indexer"}, problem("lora.targets", "indexer", rule, remedy)
 
 
 # A run may continue with other values of these; a change of anything else would make it another run.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from model import ModelConfig, load_weights, open_folder
 from model.released import Source
@@ -40,7 +41,10 @@ def find_origin(name: str) -> Origin:
         model, tokenizer = ModelConfig.load(folder).to_dict(), folder / "tokenizer.json"
     elif newest or (folder / "state.json").is_file():
         folder = newest or folder
-        model, tokenizer = checkpoint.model_config(folder), folder.resolve().parent.parent / "tokenizer.json"
+        run = folder.resolve().parent.parent
+        if _has_adapter(run):
+            raise ValueError(f"{folder} holds an adapter alone; name the export of its run, {run / 'export'}")
+        model, tokenizer = checkpoint.model_config(folder), run / "tokenizer.json"
     else:
         what = "holds neither config.json nor state.json" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {what}; name a checkpoint folder, a run directory or one of its checkpoints")
@@ -75,6 +79,13 @@ def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
     """
     with open_folder(origin.folder) if _is_released(origin.folder) else checkpoint.open_model(origin.folder) as tensors:
         yield tensors
+
+
+def _has_adapter(run: Path) -> bool:
+    """Whether a run directory's checkpoints hold an adapter without the weights that it belongs to."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return bool(settings.get("lora", {}).get("targets"))
 
 
 def _is_released(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from model import Losses, Totals, indexer_recall
 from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train import checkpoint
+from train.answers import ExactMatch
 from train.build import Run
 from train.checkpoint import Background, State
 from train.engine import World
@@ -59,12 +60,14 @@ def train_step(
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
     totals = Totals.from_tensor(world.sum_(_sum(model.totals(**batch) for batch in batches).to_tensor()))
     sums: dict[str, torch.Tensor] = {}
+    model.train()  # an adapter may have dropout
     for batch in batches:
         with precision(run):
             losses = losses_of(batch, totals)
         run.engine.backward(losses.total)
         for name, value in _loss_sums(losses).items():
             sums[name] = sums[name] + value if name in sums else value
+    model.eval()
     run.engine.reduce()
     sums = sum_over_ranks(world, sums)
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
@@ -102,25 +105,32 @@ def move_router_biases(run: Run, load: torch.Tensor) -> None:
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, Any]:
     """Cross-entropy on the held-out rows, in nats per token and bits per byte; how even their expert load is; and how
-    much of the true top-k attention mass the indexers find on the first of them. Changes no state.
+    much of the true top-k attention mass the indexers find on the first of them. Of conversations also how many answers
+    are right to the last token. Changes no state.
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)
     targets, load, recall = torch.zeros((), dtype=torch.int64), 0, []
+    chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
     for number, batch in enumerate(run.valid_batches):
         batch, real = with_a_token(to_device(batch, run.device))
         with precision(run):
-            losses = run.model.losses(**batch, totals=run.model.totals(**batch))
+            judge = ExactMatch() if chat else None
+            losses = run.model.losses(**batch, totals=run.model.totals(**batch), objective=judge)
             if number == 0:
                 recall = probe_recall(run, batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
         load = load + losses.expert_load * real
+        if judge:
+            answers += judge.count(batch["seq_lens"], batch["input_ids"].shape[1]).cpu()
+    right, asked = run.world.sum_(answers).tolist()
     nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
     loss, load = nats / targets, run.world.sum_(load)
     return {
         "loss": loss,
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
         "targets": targets,
+        **({"exact_match": right / asked, "answers": asked} if chat else {}),
         "index_recall": recall,
         "expert_load": _load_record(load),
         "seconds": time.perf_counter() - started,
@@ -198,7 +208,7 @@ def save(run: Run, state: State, background: Background | None = None) -> Path:
     return checkpoint.save(
         run.config.run_dir / "checkpoints",
         state,
-        model=run.model,
+        model=run.kept,
         optimizer=run.optimizer,
         data=run.train_batches.state_dict(),
         model_config=run.model_config.to_dict(),
@@ -211,7 +221,7 @@ def resume(run: Run, folder: Path) -> State:
     """Continue from a checkpoint of this run."""
     return checkpoint.load(
         folder,
-        model=run.model,
+        model=run.kept,
         optimizer=run.optimizer,
         set_data=run.train_batches.load_state_dict,
         model_config=run.model_config.to_dict(),

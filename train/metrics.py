@@ -157,6 +157,7 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
         f"valid_loss={record['loss']:.4f}",
         f"bits_per_byte={record['bits_per_byte']:.4f}",
         f"valid_tokens={record['targets']}",
+        *([f"exact_match={record['exact_match']:.1%} of {record['answers']}"] if "exact_match" in record else []),
         f"seconds={record['seconds']:.1f}",
     ]
     if record["index_recall"]:

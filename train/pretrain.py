@@ -18,6 +18,7 @@ from data.companions import companion_files
 from model import save_pretrained
 from optim import format_table
 from train import checkpoint, storage
+from train.answers import most_frequent
 from train.build import Run, build
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
@@ -64,7 +65,7 @@ def save_settings(config: Config, run: Run) -> None:
 
 def begin(run: Run) -> State:
     """The state before the first step; the weights are those of ``init_from``, if that is set."""
-    if run.config.init_from is not None:
+    if run.config.init_from is not None and not run.config.lora.on:  # with an adapter `build` has loaded them
         run.notes.append(f"weights: {load_origin(run.model, run.config.init_from)}")
     return State()
 
@@ -154,6 +155,11 @@ def _summarise(run: Run, state: State, report: Reporter) -> None:
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
     )
+    if "exact_match" in last:
+        share, answer = most_frequent(run.valid_batches)
+        always = run.tokenizer.decode(answer.tolist())
+        reached = f"first {first['exact_match']:.1%} final {last['exact_match']:.1%} of {last['answers']}"
+        report.log(f"held-out answers right to the last token: {reached}; always {always!r} would be {share:.1%}")
     report_files(run, report)
 
 
@@ -161,6 +167,8 @@ def report_files(run: Run, report: Reporter) -> None:
     """Export the complete run's model, if that is asked for, and name the files of the run."""
     directory = run.config.run_dir
     report.log(f"checkpoint: {checkpoint.latest(directory / 'checkpoints')}")
+    if run.config.lora.on:
+        report.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
         files = companion_files(run.config.data, run.tokenizer)
         save_pretrained(
@@ -174,6 +182,16 @@ def report_files(run: Run, report: Reporter) -> None:
         report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")
     report.log(f"metrics:    {directory / 'metrics.jsonl'}")
+
+
+def keep_adapter(run: Run) -> Path:
+    """Write the adapter, and merge it into the weights. Returns its folder."""
+    from train import lora
+
+    folder, config = run.config.run_dir / "adapter", run.config
+    lora.save_adapter(run.model, folder, config.init_from, biases=config.optim.balance != "off")
+    lora.merge(run.model)
+    return folder
 
 
 def _prompt(run: Run) -> list[int]:

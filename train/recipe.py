@@ -23,6 +23,20 @@ VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until
 LAYER = r"layers\.\d+\."
 BLOCK = r"vision\.blocks\.\d+\."
 
+# What LoRA can be given: a name in `lora.targets`, and the modules behind it.
+LORA_TARGETS = {
+    "attention": LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)",
+    "compressor": LAYER + r"attn\.compressor\.(wkv|wgate)",
+    "indexer": LAYER + r"attn\.indexer\.(wq_b|weights_proj|wk)",
+    "shared_experts": LAYER + r"ffn\.shared_experts\.w[123]",
+    "experts": LAYER + r"ffn\.experts",
+    "engram": LAYER + r"engram\.wkv",
+    "embed": "embed",
+    "head": "head",
+    "vision": BLOCK + r"(attn\.(wqkv|wo)|mlp\.w[12])",
+    "aligner": r"aligner\.w[12]",
+}
+
 
 def report_rules(
     config: ModelConfig,
@@ -64,6 +78,11 @@ def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
     """AdamW for every parameter, with the report's decay, rate factors and schedules: only the method differs."""
     rules = report_rules(config, engram_lr_factor=engram_lr_factor)
     return [replace(rule, method="adamw", blocks=None) for rule in rules]
+
+
+def adapter_rules() -> list[Rule]:
+    """The factors of an adapter: AdamW without decay. Nothing else of the model is trained."""
+    return [Rule(r".*\.lora_(embedding_)?[AB]\..+", "adamw")]
 
 
 def _attention_rules(config: ModelConfig, per_head: bool) -> list[Rule]:

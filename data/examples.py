@@ -1,0 +1,108 @@
+"""Conversations to try fine-tuning on, made of what every machine has: ``python -m data.examples NAME FOLDER``.
+
+NAME is ``modules`` (a line of the running Python's standard library with a module's name blanked; the answer is the
+name) or ``digits`` (scikit-learn's images with the question which digit it is). FOLDER gets ``train.jsonl`` and
+``valid.jsonl`` in the format of ``data/chat.py``. The standard library is split by file, exactly as its data source
+does it, so that a model trained on that corpus has not seen the held-out lines either; a line that is in a training
+file too is left out of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data.digits import DigitSource
+from data.errors import Policy
+from data.sources import hash_share, stdlib_files
+
+HELD_OUT = 0.05  # of the files: `data.validation_share` of the default corpus
+HELD_OUT_DIGITS = 0.2
+BLANK = "____"
+SHORTEST = 8  # characters of a line worth asking about
+
+
+def modules() -> tuple[list[dict], list[dict]]:
+    """Questions for the missing module of a line, of the training and of the held-out files."""
+    lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}  # in order, without repeats
+    for file in stdlib_files():
+        held_out = hash_share(file.name.encode()) < HELD_OUT
+        lines[held_out].update(dict.fromkeys(_blanked(file.path.read_bytes())))
+    known = {line for line, _ in lines[False]}
+    train = [_chat(f"Which module is {BLANK}?\n{line}", name) for line, name in lines[False]]
+    valid = [_chat(f"Which module is {BLANK}?\n{line}", name) for line, name in lines[True] if line not in known]
+    return train, valid
+
+
+def digits() -> tuple[list[dict], list[dict]]:
+    """Questions for the digit of an image, split by a hash of the pixels."""
+    return tuple(list(_digits(split)) for split in ("train", "validation"))
+
+
+EXAMPLES = {"modules": modules, "digits": digits}
+
+
+def write(name: str, folder: Path) -> tuple[int, int]:
+    """Write the conversations of one example; returns how many are for training and how many held out."""
+    train, valid = EXAMPLES[name]()
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, records in (("train", train), ("valid", valid)):
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    return len(train), len(valid)
+
+
+def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
+    """(line with the name of an imported module blanked, the name) for every such line of a Python file.
+
+    Names that the file also gives to something else are left out, and so are lines that still tell the name.
+    """
+    try:
+        text = source.decode("utf-8")
+        tree = ast.parse(text)
+    except (UnicodeDecodeError, SyntaxError):
+        return
+    nodes, lines = list(ast.walk(tree)), text.split("\n")
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
+    names -= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    names -= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name) or node.value.id not in names:
+            continue
+        name, line = node.value.id, lines[node.value.lineno - 1].strip()
+        blanked = re.sub(rf"(?<![\w.]){name}(?=\.)", BLANK, line)
+        if BLANK in blanked and name not in blanked and len(line) >= SHORTEST and line.isascii():
+            yield blanked, name
+
+
+def _digits(split: str) -> Iterator[dict]:
+    for document, _ in DigitSource(split, HELD_OUT_DIGITS).read(Policy("stop")):
+        picture, name = document.parts
+        file = io.BytesIO()
+        picture.open().save(file, "PNG")
+        image = {"type": "image", "image": {"base64": base64.b64encode(file.getvalue()).decode()}}
+        yield _chat([{"type": "text", "text": "Which digit is this?"}, image], name)
+
+
+def _chat(question: Any, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Write what the command line asks for."""
+    arguments = list(arguments)
+    if len(arguments) != 2 or arguments[0] not in EXAMPLES:
+        sys.exit(f"usage: python -m data.examples {'|'.join(EXAMPLES)} FOLDER")
+    train, valid = write(arguments[0], Path(arguments[1]))
+    print(f"{arguments[1]}: {train} conversations in train.jsonl, {valid} held out in valid.jsonl")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,173 @@
+"""LoRA: only the adapter is trained, merging changes nothing, and what is written is what `peft` and engines read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model import load_pretrained, save_pretrained
+from train import loop, lora, pretrain
+from train.build import Run, build
+from train.config import Config, ConfigError, parse
+from train.recipe import LORA_TARGETS
+
+from .test_sft import write_chats
+
+EVERYTHING = [target for target in LORA_TARGETS if target not in ("vision", "aligner")]
+ALL = f"lora.targets=[{','.join(EVERYTHING)}]"
+
+
+@pytest.fixture(scope="module")
+def base(compose_raw, overrides, tmp_path_factory) -> Path:
+    """A model as a run exports it."""
+    folder = tmp_path_factory.mktemp("base")
+    run = build(parse(compose_raw(*overrides, f"output={folder}")))
+    save_pretrained(run.model, folder / "export", run.tokenizer)
+    return folder / "export"
+
+
+@pytest.fixture
+def make(compose_raw, overrides, base: Path, tmp_path: Path):
+    """``make("key=value", ...)``: the configuration of a short fine-tuning run with an adapter."""
+    kept = [text for text in overrides if not text.startswith(("model=", "data.source", "data.paths", "data.valid"))]
+    chats = write_chats(tmp_path, 60)
+
+    def configure(*changes: str) -> Config:
+        fixed = ["task=sft", "lora=all", "lora.rank=4", f"output={tmp_path}", f"init_from={base}"]
+        fixed += [f"data.paths=[{chats}]", "data.validation_share=0.2", "task.tokens=600"]
+        return parse(compose_raw(*kept, *fixed, "optim.schedule.peak=1.0e-2", *changes))
+
+    return configure
+
+
+def stepped(config: Config, steps: int = 2) -> Run:
+    """A run after a few optimizer steps."""
+    run = build(config)
+    batches = iter(run.train_batches)
+    for step in range(steps):
+        loop.train_step(run, [next(batches)], step, 0)
+    return run
+
+
+def logits(model: torch.nn.Module, run: Run) -> torch.Tensor:
+    batch = next(iter(run.valid_batches))
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(make, base: Path) -> None:
+    plain = load_pretrained(base)
+    run = build(make(ALL))
+    modules = set(lora._target_modules(plain, EVERYTHING))
+    before = logits(plain, run)
+    assert torch.equal(logits(run.model, run), before)
+    for name, parameter in lora.trained_parameters(run.model).items():  # each target counts, none hides another
+        if not parameter.any():
+            parameter.data.normal_(std=0.02 if "experts" in name else 0.01)
+    trained = logits(run.model, run)
+    assert (trained - before).abs().max() > 1e-2
+    lora.merge(run.model)
+    assert run.model.state_dict().keys() == plain.state_dict().keys()
+    assert (logits(run.model, run) - trained).abs().max() < 1e-5
+    changed = {name for name, tensor in run.model.state_dict().items() if raw(tensor) != raw(plain.state_dict()[name])}
+    assert changed == {
+        f"{name}.{weight}" for name in modules for weight in (lora.STACK if name.endswith(".experts") else ["weight"])
+    }
+
+
+@pytest.mark.parametrize("balance", ["off", "separate"])
+def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
+    run = stepped(make(ALL, f"optim.balance={balance}"))
+    trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+    assert trained == set(lora.trained_parameters(run.model))
+    assert {group["method"] for group in run.optimizer.param_groups} == {"adamw"}
+    plain = {name: raw(tensor) for name, tensor in load_pretrained(base).state_dict().items()}
+    moved, kept = set(), set()
+    for name, tensor in run.model.state_dict().items():
+        if name in trained:
+            moved.add(name)
+            continue
+        original = name.replace(".base_layer", "")
+        (kept if raw(tensor) == plain.pop(original) else moved).add(name)
+    assert not plain, "every tensor of the base is there"
+    biases = {name for name in kept | moved if name.endswith(".gate.bias")}  # text alone moves those of text
+    assert moved - trained <= biases and bool(moved - trained) == (balance == "separate")
+    for name, parameter in lora.trained_parameters(run.model).items():
+        assert parameter.abs().max() > 0, f"{name} has not moved"
+
+
+def test_peft_reads_what_is_written(make, base: Path, tmp_path: Path) -> None:
+    """With nothing but `peft` on a plain model; its wrappers compute the experts in another way."""
+    run = stepped(make(ALL, "lora.dropout=0.1"), 4)
+    run.model.eval()
+    expected = logits(run.model, run)
+    lora.save_adapter(run.model, tmp_path / "adapter", str(base), biases=False)
+    plain = load_pretrained(base)
+    with torch.no_grad():
+        loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == peft.get_peft_model_state_dict(loaded).keys()
+    assert (logits(loaded, run) - expected).abs().max() < 1e-5
+    again = load_pretrained(base)
+    lora.merge_folder(again, tmp_path / "adapter")
+    assert (logits(again, run) - expected).abs().max() < 1e-5
+
+
+def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -> None:
+    config = make("name=whole", "optim.balance=separate")
+    pretrain.run(config)
+    whole, exported = config.run_dir, load_pretrained(config.run_dir / "export")
+    run = build(config)
+    assert sum(tensor.numel() for tensor in run.kept.state_dict().values()) < 0.5 * sum(
+        tensor.numel() for tensor in exported.state_dict().values()
+    )
+    merged = load_pretrained(base)
+    lora.merge_folder(merged, whole / "adapter")
+    for name, tensor in exported.state_dict().items():
+        assert torch.allclose(tensor, merged.state_dict()[name], atol=1e-6), name
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "valid"]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        make(f"init_from={whole}")
+
+
+def test_resuming_is_exact(make) -> None:
+    options = ("lora.dropout=0.2", "checkpoint.every=1")
+    pretrain.run(make("name=split", "task.tokens=300", *options))
+    pretrain.run(make("name=split", *options))
+    pretrain.run(make("name=whole", *options))
+    first, second = (
+        load_file(make(f"name={name}").run_dir / "adapter" / "adapter_model.safetensors") for name in ("split", "whole")
+    )
+    assert first.keys() == second.keys() and all(raw(first[name]) == raw(second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["lora.targets=[atention]"], 'lora.targets = "atention": no such target. Did you mean attention?'),
+        (["lora.targets=[attention,attention]"], "names one twice"),
+        (["task=pretrain", "init_from=null", "model=tiny"], "an adapter belongs to trained weights"),
+        (["optim=report"], 'optim.rules = "report": has no effect: an adapter is trained by AdamW'),
+        (["lora.targets=[indexer]", "runtime.train_indexer=false"], "it is not trained"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make(*changes)
+    assert message in str(refused.value)
+
+
+def test_a_target_that_names_nothing_is_refused(make) -> None:
+    with pytest.raises(ConfigError, match='lora.targets = "vision": this model has no such part'):
+        build(make("lora.targets=[attention,vision]"))

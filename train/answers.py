@@ -1,0 +1,52 @@
+"""Exact match on held-out conversations: would greedy decoding write the answer?
+
+Greedy decoding writes an answer exactly if each of its tokens, EOS included, is the likeliest one after the tokens
+before it. So one pass over the conversations as they are decides it for all of them; nothing needs to be generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.loss import cross_entropy_sum, is_likeliest
+
+
+class ExactMatch:
+    """An objective (see `model.loss.Objective`): the cross-entropy, which notes on the way what greedy decoding would
+    have written. For one batch, without gradients.
+    """
+
+    def __init__(self) -> None:
+        self.places = self.hits = torch.zeros(0, dtype=torch.int64)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        self.places, self.hits = places, is_likeliest(hidden, weight, targets).long()
+        return cross_entropy_sum(hidden, weight, targets)
+
+    def count(self, seq_lens: Tensor, row_length: int) -> Tensor:
+        """int64 [2]: conversations with all taught tokens right, conversations with any. seq_lens [B, documents] are
+        the lengths of the conversations of each row of `row_length` tokens.
+        """
+        starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
+        ends = (starts + seq_lens.cumsum(1)).flatten()  # never falling: an empty conversation ends where it begins
+        document = torch.searchsorted(ends, self.places, right=True)
+        taught = torch.zeros_like(ends).index_add_(0, document, torch.ones_like(document))
+        right = torch.zeros_like(ends).index_add_(0, document, self.hits)
+        return torch.stack([((taught > 0) & (right == taught)).sum(), (taught > 0).sum()])
+
+
+def most_frequent(loader: Any) -> tuple[float, Tensor]:
+    """Share of the held-out conversations that have the most frequent answer, and its tokens: what a model reaches that
+    always says the same.
+    """
+    store, rows = loader.window.store, loader.window.rows
+    answers: Counter[tuple[int, ...]] = Counter()
+    for document in set(rows.document.tolist()):
+        span = slice(store.offsets[document], store.offsets[document + 1])
+        answers[tuple(store.tokens[span][store.taught[span]].tolist())] += 1
+    answer, count = answers.most_common(1)[0]
+    return count / answers.total(), torch.tensor(answer)
