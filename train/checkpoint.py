@@ -326,10 +326,9 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
     for name, _, parameter in _named(optimizer):
         shard = getattr(parameter, "shard", None)
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, int):
-                spread = Spread.whole(torch.tensor(value))
-            else:
-                spread = Spread.whole(value) if shard is None else Spread.rows(value, shard.start, shard.total)
+            value = torch.as_tensor(value)
+            whole = shard is None or not value.shape
+            spread = Spread.whole(value) if whole else Spread.rows(value, shard.start, shard.total)
             tensors[f"{OPTIMIZER}{name}.{key}"] = spread
     return tensors
 
