@@ -2,8 +2,9 @@
 
     python tests/bench/bench_decode.py [--lengths 1024 2048 ...] [--batch 1] [--threads 2]
 
-conf/model/bench.yaml, random weights and prompts, fp32, greedy. A decode step passes one token of every sequence; without
-a cache it passes all of them. Ratios compare cases of this one run; nothing is asserted. Bytes are those of the tensors.
+conf/model/bench.yaml, random weights and prompts, fp32, greedy. A decode step passes one token of every sequence;
+without a cache it passes all of them. Ratios compare cases of this one run; nothing is asserted. Bytes are those of the
+tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def speed_table(lengths: list[int], batch: int, threads: int) -> None:
     vocabulary = model.config.text.vocab_size
     print(f"\nDecoding {batch} sequence{'s' * (batch > 1)}, {threads} thread{'s' * (threads > 1)} (ratio: against the")
     print("first context); without a cache a token costs a forward over the whole context")
-    print(f"{'context':>8} {'prefill tok/s':>14} {'decode tok/s':>13} {'ratio':>6} {'no cache tok/s':>15} {'faster':>8}")
+    names = f"{'context':>8} {'prefill tok/s':>14} {'decode tok/s':>13} {'ratio':>6} "
+    print(names + f"{'no cache tok/s':>15} {'faster':>8}")
     first = None
     for length in lengths:
         prompts = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
