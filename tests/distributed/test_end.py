@@ -27,11 +27,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(corpus: Path, name: str, size: int, layout: str) -> Group:
+def start(corpus: Path, name: str, size: int, layout: str, *more: str) -> Group:
     data = (f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]")
     place = (f"data.cache_dir={corpus}/cache", f"output={corpus}/runs", f"name={name}", f"parallel={layout}")
     logs = corpus / f"logs-{name}-{time.monotonic_ns()}"
-    return Group(size, ["-m", "train", *SETTINGS, *data, *place], logs)
+    return Group(size, ["-m", "train", *more, *SETTINGS, *data, *place], logs)
 
 
 def records(corpus: Path, name: str, kind: str) -> list[dict]:
@@ -83,7 +83,7 @@ def test_the_end_of_rank_0_is_told_by_another(corpus: Path) -> None:
 
 
 def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
-    with start(corpus, "refused", 2, "ep4") as group:
+    with start(corpus, "refused", 2, "ep4", "--local_rank=0") as group:  # which DeepSpeed's launcher adds
         first, second = group.finish()
     assert (first.code, second.code) == (2, 2) and not second.output
     assert "parallel.data_parallel = 4: 2 processes were started. Start as many (torchrun" in first.output
