@@ -8,12 +8,13 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
+.PHONY: help install train rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: bench-distributed lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
 	@echo "make sft-demo | lora-demo | vision-demo  fine-tune on a small task: all weights, adapters, images (minutes each)"
+	@echo "make rl-demo fine-tune a small model to reason, then reinforcement learning at four efforts (20 minutes)"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
@@ -36,6 +37,11 @@ runs/%/export/config.json: | $(STAMP)
 
 .cache/examples/%/valid.jsonl: | $(STAMP)
 	@$(PY) -m data.examples $* $(@D)
+
+rl-demo: install
+	@$(PY) -m train.rl.demo runs/rl-demo
+	@$(PY) -m train task=sft experiment=rl_demo_sft init_from=runs/rl-demo/base data.paths=[runs/rl-demo/chats.jsonl] $(ARGS)
+	@$(PY) -m train task=rl experiment=rl_demo init_from=runs/rl-demo-sft/export $(ARGS)
 
 studies: $(STUDIES:%=study-%)
 

@@ -438,6 +438,9 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.task.sample_tokens:
         rule, remedy = "has no effect with task=rl and task=distill, which evaluate responses", "Leave it out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
+    if config.lora.dropout:
+        rule = "responses would be written by another policy than is trained"
+        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
     for key in ("expert_parallel", "table_shards"):
         if getattr(parallel, key) > 1:
             rule = "a process that writes responses must hold the whole model"

@@ -38,7 +38,7 @@ from train.rl.objective import PolicyObjective
 from train.rl.prompts import Prompts
 from train.rl.report import RlReporter, table
 from train.rl.rewards import Rewards
-from train.rollout import LocalRollout
+from train.rollout import LocalRollout, Rollout
 
 NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
 
@@ -89,6 +89,7 @@ def run(config: Config) -> None:
                 _summarise(policy, state, report)
             finally:
                 report.close()
+                policy.collector.rollout.close()
         finally:
             rewards.close()
 
@@ -119,9 +120,14 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
         experts_per_token=text.num_experts_per_tok,
         staleness=settings.staleness,
     )
-    rollout = LocalRollout(run.model, settings.in_flight, lambda: precision(run))
     teachers = Teachers(run, shape) if config.task.kind == "distill" else None
-    return Policy(run, Collector(plan, prompts, rollout, rewards, run.tokenizer), held_out, reference, teachers, shape)
+    collector = Collector(plan, prompts, open_rollout(run), rewards, run.tokenizer)
+    return Policy(run, collector, held_out, reference, teachers, shape)
+
+
+def open_rollout(run: Run) -> Rollout:
+    """Where this run's responses come from; another one for every ``Collector``."""
+    return LocalRollout(run.model, run.config.rl.in_flight, lambda: precision(run))
 
 
 def train(policy: Policy, state: State, report: RlReporter) -> None:
@@ -256,8 +262,9 @@ def evaluate(policy: Policy) -> dict[str, Any]:
             rank=world.rank,
             ranks=world.size,
         )
-        rollout = LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+        rollout = open_rollout(run)
         groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect()
+        rollout.close()
     return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
 
 

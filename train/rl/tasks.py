@@ -31,13 +31,17 @@ def arithmetic(draw: random.Random) -> dict[str, Any]:
 
 
 def highest(draw: random.Random) -> dict[str, Any]:
-    """The highest of twelve digits 0 to 4, each behind a letter that tells its place: a3b0c4...
+    """The highest of twelve digits, each behind a small letter that tells its place; capitals do not count: a3X9b0c4...
 
-    Looking at more of them is more often right, and the more of them the less a further one adds.
+    The digits go up to a bound of 2 to 9 that is not told, so that only looking at them helps: at more of them it is
+    more often right, and the more of them the less a further one adds.
     """
-    digits = [draw.randrange(5) for _ in range(12)]
-    text = "".join(letter + str(digit) for letter, digit in zip(string.ascii_lowercase, digits, strict=False))
-    return {"prompt": text, "solution": str(max(digits))}
+    bound = draw.randint(2, 9)
+    digits = [draw.randint(0, bound) for _ in range(12)]
+    items = [letter + str(digit) for letter, digit in zip(string.ascii_lowercase, digits, strict=False)]
+    for letter in "XYZ":
+        items.insert(draw.randint(0, len(items)), letter + str(draw.randint(0, 9)))
+    return {"prompt": "".join(items), "solution": str(max(digits))}
 
 
 def letters(draw: random.Random) -> dict[str, Any]:

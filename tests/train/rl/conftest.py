@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))  # for ranks.py
+
+from model import save_pretrained
 from train import pretrain
+from train.build import build
 from train.config import Config, parse
 
 GRADE = '''
@@ -22,8 +27,8 @@ def grade(record, answer, reasoning):
 def checkpoint_folder(compose_raw, overrides, tmp_path_factory) -> Path:
     """Trained on questions that are answered by one or two letters, after a reasoning of one to eight others."""
     output = tmp_path_factory.mktemp("policy")
-    changes = [f"output={output}", "name=base", "task.tokens=300", "checkpoint.export=plain"]
-    pretrain.run(parse(compose_raw(*overrides, *changes)))
+    fresh = build(parse(compose_raw(*overrides, f"output={output}")))
+    save_pretrained(fresh.model, output / "base", fresh.tokenizer)
     draw = random.Random(0)
     with open(output / "chats.jsonl", "w", encoding="utf-8") as file:
         for _ in range(200):
@@ -33,8 +38,8 @@ def checkpoint_folder(compose_raw, overrides, tmp_path_factory) -> Path:
             said.append({"role": "assistant", "content": answer, "reasoning_content": reasoning})
             file.write(json.dumps({"messages": said, "effort": draw.randint(1, 100)}) + "\n")
     kept = [text for text in overrides if not text.startswith(("model=", "data.source", "data.paths", "data.valid"))]
-    changes = ["task=sft", f"output={output}", f"init_from={output}/base/export", f"data.paths=[{output}/chats.jsonl]"]
-    changes += ["data.validation_share=0.1", "optim.schedule.peak=3.0e-2", "task.tokens=20000", "checkpoint.every=1000"]
+    changes = ["task=sft", f"output={output}", f"init_from={output}/base", f"data.paths=[{output}/chats.jsonl]"]
+    changes += ["data.validation_share=0.1", "optim.schedule.peak=3.0e-2", "task.tokens=12000", "checkpoint.every=1000"]
     changes += ["task.seq_len=128", "task.micro_batch=4", "task.accumulation=1"]
     pretrain.run(parse(compose_raw(*kept, *changes)))
     return output / "sft" / "export"
@@ -51,8 +56,8 @@ def prompts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def make_rl(compose_raw, overrides, checkpoint_folder: Path, prompts: Path, tmp_path: Path) -> Callable[..., Config]:
-    """``make_rl("key=value", ...)``: 2 prompts under 2 efforts, 3 responses each, in a step."""
+def rl_overrides(overrides, checkpoint_folder: Path, prompts: Path, tmp_path: Path) -> list[str]:
+    """2 prompts under 2 efforts, 3 responses each, in a step."""
     kept = [text for text in overrides if text.startswith(("optim.", "logger.", "parallel.", "data.cache"))]
     task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{prompts}/grade.py:grade'}}"
     fixed = [
@@ -79,4 +84,10 @@ def make_rl(compose_raw, overrides, checkpoint_folder: Path, prompts: Path, tmp_
         "checkpoint.every=1",
         "checkpoint.export=false",
     ]
-    return lambda *changes: parse(compose_raw(*kept, *fixed, *changes))
+    return [*kept, *fixed]
+
+
+@pytest.fixture
+def make_rl(compose_raw, rl_overrides: list[str]) -> Callable[..., Config]:
+    """``make_rl("key=value", ...)``: the configuration of ``rl_overrides`` with changes."""
+    return lambda *changes: parse(compose_raw(*rl_overrides, *changes))

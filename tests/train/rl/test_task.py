@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Group
 
+from model import load_pretrained
 from train.build import build
 from train.checkpoint import State, latest
 from train.config import Config, ConfigError
@@ -61,7 +63,9 @@ def assert_same_run(a: Config, b: Config) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, temperature: float) -> None:
-    """Same selection, same quantisation, and with replay the same experts: within 1e-4 on fresh responses."""
+    """Same selection, same quantisation, and with replay the same experts, even when the router's biases have moved
+    since: within 1e-4.
+    """
     policy = make_policy(f"rl.temperature={temperature}")
     settings = policy.run.config.rl
     groups = policy.collector.collect()
@@ -69,15 +73,21 @@ def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, tempera
     assert scored.informative.any()
     made, counts = batches(scored, scored.informative, policy.shape, version=0)
     assert counts["stale_tokens"] == 0
-    taught = 0
+    draw = torch.Generator().manual_seed(0)
+    for bias, _ in policy.run.model.balance_buffers():
+        bias += torch.randn(bias.shape, generator=draw)
+    taught, without = 0, 0.0
     for batch in made:
         seen = rl.log_probs_under(policy.run.model, batch, temperature, replay=True)
         mask = batch["labels"] >= 0
         assert (seen - batch["behaviour"])[mask].abs().max() < 1e-4
+        other = rl.log_probs_under(policy.run.model, batch, temperature)
+        without = max(without, float((other - batch["behaviour"])[mask].abs().max()))
         assert (batch["routing"][~mask & (batch["input_ids"] == policy.shape.pad)] == -1).all()
         taught += int(mask.sum())
     texts = [r.sample for r, chosen in zip(scored.responses, scored.informative, strict=True) if chosen]
     assert taught == sum(len(sample.tokens) for sample in texts)
+    assert without > 1e-2, "without replay the other experts are seen"
 
 
 def test_batches_hold_every_response_once_with_its_own_advantage(make_policy) -> None:
@@ -151,12 +161,12 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(make_rl) -> N
 AHEAD = ["rl.ahead=1.0", "rl.in_flight=12", "task.tokens=2500"]
 
 
-def interrupt_after(monkeypatch, polls: int) -> None:
-    """SIGTERM in the middle of writing responses."""
+def interrupt(monkeypatch, version: int, polls: int) -> None:
+    """SIGTERM after so many tokens under the policy of this version."""
     inner, count = rl.LocalRollout.poll, iter(range(10**6))
 
     def poll(self):
-        if next(count) == polls:
+        if self.generator.version == version and next(count) == polls:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(self)
 
@@ -172,7 +182,7 @@ def test_a_run_stopped_while_responses_are_written_goes_on_exactly(make_rl, monk
     assert any(step["version_lag"] > 0 for step in steps), "some tokens come from older policies"
     split = make_rl("name=split", *AHEAD)
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 90)
+        interrupt(patch, version=1, polls=2)
         with pytest.raises(Interrupted):
             rl.run(split)
     (path,) = (split.run_dir / "rollout").glob("step-*")
@@ -274,6 +284,7 @@ def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path
         ("rl.tasks=[]", "rl.tasks"),
         ("rl.length.k0=-1.0", "rl.length.k0"),
         ("init_from=null", "task=rl starts from a checkpoint"),
+        ("lora.dropout=0.1", "lora.dropout = 0.1: responses would be written by another policy"),
         ("task.sample_tokens=3", "task.sample_tokens = 3: has no effect with task=rl"),
         ("parallel.expert_parallel=2", "must hold the whole model"),
         ("rl=null", "rl = null: is what task=rl needs"),
@@ -326,3 +337,37 @@ def test_state_counts_tokens_of_all_responses(make_policy) -> None:
     samples = [response.sample for group in groups for response in group.responses]
     assert state.step == 1
     assert state.tokens == record["tokens"] == sum(len(s.request.prompt) + len(s.tokens) for s in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_take_the_step_of_one(make_rl, rl_overrides: list[str], tmp_path: Path) -> None:
+    """The same responses, so the same measures; gradients and biases summed over both; and one log."""
+    small = ["task.tokens=300", "rl.loss.kl=0.1"]
+    rl.run(make_rl("name=one", *small))
+    command = ["-m", "train", *rl_overrides, *small, "name=two", "parallel.data_parallel=2"]
+    with Group(2, command, tmp_path / "ranks") as group:
+        for rank, ended in enumerate(group.finish()):
+            assert ended.code == 0, f"rank {rank}:\n{ended.output}"
+    one, two = make_rl("name=one", *small), make_rl("name=two", *small)
+    for ours, theirs in zip(records(one), records(two), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"kind", "failures", "efforts"}:
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
+    one, two = weights(one), weights(two)
+    for name, tensor in one.items():
+        assert (two[name] - tensor).abs().max() < 1e-5, name
+    assert len(list((tmp_path / "two" / "rollout").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_on_what_it_writes(make_rl, checkpoint_folder: Path) -> None:
+    changes = ["lora=all", "optim=adamw", "lora.rank=4", "optim.schedule.peak=1.0e-2"]
+    config = make_rl(*changes, "task.tokens=2500", "checkpoint.export=plain")
+    rl.run(config)
+    steps = [record for record in records(config) if record["kind"] == "train"]
+    assert all(step["ratio"] == pytest.approx(1, abs=1e-3) for step in steps), "rollout and training agree"
+    given = load_pretrained(checkpoint_folder).state_dict()
+    merged = load_pretrained(config.run_dir / "export").state_dict()
+    changed = {name for name, tensor in given.items() if not torch.equal(merged[name], tensor)}
+    assert changed and all(".attn." in name or "experts" in name for name in changed)

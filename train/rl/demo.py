@@ -1,0 +1,91 @@
+"""What `make rl-demo` begins with: conversations that show how to reason, a tokenizer, and a model that knows nothing.
+
+    python -m train.rl.demo FOLDER
+
+The task (``train.rl.tasks.highest``) is to name the highest of twelve digits. The conversations reason in this way:
+
+    52g:a3b3c4d4e4f9g9        effort 52; look as far as g; the highest digit up to a, up to b, ...
+
+and answer with the highest digit that was seen. How far to look is drawn at random and only leans towards the effort,
+which itself is drawn from 1 to 100. An answer after two digits is usually wrong, one after all twelve is right. So the
+fine-tuned model has the habits, sloppy and careful, and a faint idea that a higher number means more. Which habit pays
+at which effort is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from data.chat import EFFORT_LINE
+from data.tokenizer import CONTROL_TOKENS
+from model import ModelConfig, build_model, save_pretrained
+from train.build import fit_to_tokenizer
+from train.config import CONF_DIR
+from train.rl.tasks import highest
+
+CONVERSATIONS = 15_000
+LEANING = 0.6  # of the share of the digits looked at, between the lowest and the highest effort; the rest is chance
+
+
+def conversation(draw: random.Random) -> dict[str, Any]:
+    """A record of the task, reasoned about and answered."""
+    record, effort = highest(draw), draw.randint(1, 100)
+    items = [record["prompt"][at : at + 2] for at in range(0, len(record["prompt"]), 2)]
+    items = [item for item in items if item[0] in string.ascii_lowercase]
+    share = draw.uniform(0, 1) + LEANING * (effort - 50.5) / 100
+    count = min(len(items), max(1, round(1 + (len(items) - 1) * share)))
+    seen = [int(digit) for _, digit in items[:count]]
+    steps = [letter + str(max(seen[: n + 1])) for n, (letter, _) in enumerate(items[:count])]
+    answer = {"role": "assistant", "content": str(max(seen))}
+    answer["reasoning_content"] = f"{effort}{items[count - 1][0]}:{''.join(steps)}"
+    return {"messages": [{"role": "user", "content": record["prompt"]}, answer], "effort": effort, "thinking": True}
+
+
+def make_tokenizer() -> Tokenizer:
+    """Bytes, and the words of the effort line as single tokens; digits stay single, so that every number is read by its
+    digits.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,  # more than the line gives merges for
+        special_tokens=list(CONTROL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([EFFORT_LINE.format(effort) for effort in range(1, 101)], trainer)
+    return tokenizer
+
+
+def prepare(folder: Path) -> None:
+    """Write ``chats.jsonl`` and ``base``, a checkpoint of fresh weights, unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chats = folder / "chats.jsonl"
+    if not chats.exists():
+        draw = random.Random("conversations")
+        lines = [json.dumps(conversation(draw)) + "\n" for _ in range(CONVERSATIONS)]
+        chats.write_text("".join(lines), encoding="utf-8")
+        print(f"{chats}: {CONVERSATIONS:,} conversations, the first is {lines[0]}", end="")
+    if not (folder / "base").exists():
+        tokenizer = make_tokenizer()
+        raw = yaml.safe_load((CONF_DIR / "model" / "rl_demo.yaml").read_text(encoding="utf-8"))
+        config, token_map, _ = fit_to_tokenizer(ModelConfig.from_dict(raw), tokenizer)
+        model = build_model(config, token_map=token_map, seed=0)
+        save_pretrained(model, folder / "base", tokenizer)
+        print(f"{folder / 'base'}: {sum(p.numel() for p in model.parameters()):,} parameters, untrained")
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))
