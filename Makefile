@@ -1,4 +1,4 @@
-# make train | sft-demo | lora-demo | vision-demo | studies | test | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
+# make train | sft-demo | lora-demo | vision-demo | studies | test | interop | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
 # Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
 
 VENV  := .venv
@@ -9,7 +9,7 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
 .PHONY: help install train rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
-.PHONY: bench-distributed lint clean
+.PHONY: interop interop-install bench-distributed lint clean
 
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
@@ -17,6 +17,7 @@ help:
 	@echo "make rl-demo fine-tune a small model to reason, then reinforcement learning at four efforts (20 minutes)"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
+	@echo "make interop install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute (3 minutes)"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
 	@echo "make bench   print the benchmark tables; make bench-distributed those of 1, 2 and 4 processes"
 	@echo "make lint    check the style"
@@ -50,6 +51,11 @@ $(STUDIES:%=study-%): study-%: install
 
 test: install
 	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+interop: interop-install
+	@$(PY) -m pytest tests/interop $(ARGS)
+
+interop-install: $(VENV)/.interop
 
 slurm-check: install
 	@$(PY) -m pytest tests/slurm $(ARGS)
@@ -90,3 +96,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip install --quiet -c constraints.txt torch
 	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
+
+# nemo-automodel pins another transformers and asks for CUDA packages; what is compared needs neither.
+$(VENV)/.interop: $(STAMP)
+	@echo "Installing the clients of tests/interop into $(VENV)"
+	@$(PY) -m pip install --quiet -c constraints.txt -e ".[interop]"
+	@$(PY) -m pip install --quiet -c constraints.txt --no-deps nemo-automodel
+	@touch $@
