@@ -141,6 +141,19 @@ def parts(model: nn.Module) -> Iterator[Part]:
             number += 1
 
 
+def check_packable(model: nn.Module) -> None:
+    """Raise ValueError that names every weight whose shape the released layout cannot hold."""
+    problems = []
+    for part in parts(model):
+        try:
+            if packing := packing_of(part.name):
+                packing.codes_shape(*part.shape)
+        except ValueError as error:
+            problems.append(f"{part.name} {error}")
+    if problems:
+        raise ValueError("\n  ".join(["this model cannot be written in the released layout:", *problems]))
+
+
 def scale_parts(model: nn.Module) -> Iterator[Part]:
     """The kept scales (`model.released_scales`) as parts, each under the name of its weight."""
     kept = getattr(model, "released_scales", {})

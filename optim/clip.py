@@ -47,16 +47,17 @@ def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 def _norm(params: list[Tensor], parts: Mapping[Tensor, Ranks]) -> Tensor:
     """What is whole counts once, of what is split every part."""
-    norms = [_norm_of([p.grad for p in params if p not in parts])]
+    whole = [p.grad for p in params if p not in parts]
+    norms = [_norm_of(whole)] if whole else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():
         square = _norm_of([p.grad for p in params if p in parts and parts[p].group == group]).double().square()
         dist.all_reduce(square, group=ranks.group)
         norms.append(square.sqrt().float())
+    if not norms:
+        return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _norm_of(grads: list[Tensor]) -> Tensor:
-    if not grads:
-        return torch.zeros(())
     norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -65,5 +65,6 @@ def fail(code: int, error: Exception, told: bool | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = config.open_overrides(sys.argv[1:])
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
+    sys.argv[1:] = config.open_overrides(given)
     main()

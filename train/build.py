@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from data import build_loaders, load_tokenizer, special_ids
 from model import ModelConfig, build_model
+from model.checkpoint import check_packable
 from model.engram import build_token_map
 from model.parallel import Ranks
 from optim import Optimizer, Place, assign
@@ -86,6 +87,8 @@ def build(config: Config, world: World | None = None) -> Run:
         device=world.device,
         parallel=world.parallel,
     )
+    if config.checkpoint.export == "released":
+        check_packable(model)
     if config.lora.on:
         notes += give_adapter(config, model)
     model.eval()  # as it is used outside of a training step

@@ -10,6 +10,7 @@ folder of that name is complete. Nothing is ever unpickled.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -29,7 +30,9 @@ from torch import Tensor
 from model import ModelConfig
 from model.backbone import allocate_model
 from model.checkpoint import allocate_scales, parts, released_names, scale_parts
+from model.parallel import Shard
 from model.released import Source, row_blocks
+from optim.place import share_out
 from train import storage
 from train.storage import CheckpointError, Index, Spread
 
@@ -137,7 +140,7 @@ def save(
         if storage.rank() == 0:
             prune(directory, keep)
 
-    tensors = _model_tensors(model) | _scale_tensors(model) | _optimizer_tensors(optimizer)
+    tensors = _share(_model_tensors(model) | _scale_tensors(model)) | _optimizer_tensors(optimizer)
     tensors[f"{RANDOM}{storage.rank()}"] = Spread.whole(_tensor(json.dumps(random_state()).encode()))
     if background is None:
         write(tensors)
@@ -300,9 +303,29 @@ def _agreed(found: bool) -> bool:
 
 
 def _spread(tensor: Tensor) -> Spread:
-    """A parameter or buffer, or what has its shape: the rows that ``parameter.shard`` says, else all of it."""
+    """A parameter or buffer: the rows that ``parameter.shard`` says, else all of it."""
     shard = getattr(tensor, "shard", None)
-    return Spread.whole(tensor) if shard is None else Spread.rows(tensor, shard.start, shard.total)
+    if shard is None:
+        return Spread.whole(tensor)
+    return _rows(tensor, shard)
+
+
+def _rows(tensor: Tensor, shard: Shard) -> Spread:
+    return Spread.rows(tensor, shard.start, shard.total, shard.ranks.size)
+
+
+def _share(tensors: dict[str, Spread]) -> dict[str, Spread]:
+    """Of what several ranks hold alike, what this one writes: a copy for the background is of nothing more. Ranks that
+    split a tensor are consecutive, and all of a set of them write their parts of it, or none.
+    """
+    share = {}
+    for number in {spread.parts for spread in tensors.values()}:
+        alike = {name: spread for name, spread in tensors.items() if spread.parts == number}
+        sizes = [math.prod(spread.shape) * spread.dtype.itemsize for spread in alike.values()]
+        writers = share_out(sizes, storage.size() // number)
+        mine = storage.rank() // number
+        share |= {name: alike[name] for name, writer in zip(alike, writers, strict=True) if writer == mine}
+    return share
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Spread]:
@@ -310,7 +333,10 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Spread]:
 
 
 def _scale_tensors(model: torch.nn.Module) -> dict[str, Spread]:
-    return {f"{SCALES}{part.name}": Spread.rows(part.tensor, part.start, part.shape[0]) for part in scale_parts(model)}
+    return {
+        f"{SCALES}{part.name}": Spread.rows(part.tensor, part.start, part.shape[0], part.copies.size)
+        for part in scale_parts(model)
+    }
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
@@ -326,11 +352,9 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
     for name, _, parameter in _named(optimizer):
         shard = getattr(parameter, "shard", None)
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, int):
-                spread = Spread.whole(torch.tensor(value))
-            else:
-                spread = Spread.whole(value) if shard is None else Spread.rows(value, shard.start, shard.total)
-            tensors[f"{OPTIMIZER}{name}.{key}"] = spread
+            value = torch.as_tensor(value)
+            whole = shard is None or not value.shape
+            tensors[f"{OPTIMIZER}{name}.{key}"] = Spread.whole(value) if whole else _rows(value, shard)
     return tensors
 
 

@@ -105,6 +105,8 @@ def announce(run: Run, state: State, report: Reporter, folder: Path | None, chan
     for line in memory_lines(run.world.gather(run.memory())):
         report.log(line)
     if folder is None:
+        if run.world.size > 1:
+            report.log("what rank 0 holds:")
         report.log(format_table(run.optimizer.table()))
         return
     report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens")

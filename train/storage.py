@@ -64,16 +64,17 @@ class Spread:
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     pieces: dict[int, Tensor]
+    parts: int = 1  # ranks that the whole is split over
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Spread:
         return cls(tuple(tensor.shape), tensor.dtype, {0: tensor.detach()})
 
     @classmethod
-    def rows(cls, tensor: Tensor, start: int, total: int) -> Spread:
-        """A tensor that is the rows from ``start`` on of ``total``."""
+    def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> Spread:
+        """A tensor that is the rows from ``start`` on of ``total``, which are split over ``parts`` ranks."""
         shape = (total, *tensor.shape[1:])
-        return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {})
+        return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
 
     def copied(self, buffers: dict[int, Tensor]) -> Spread:
         """The same in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
@@ -82,7 +83,7 @@ class Spread:
             if buffer is None or buffer.shape != piece.shape:
                 buffers[start] = torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda)
             buffers[start].copy_(piece, non_blocking=True)
-        return Spread(self.shape, self.dtype, {start: buffers[start] for start in self.pieces})
+        return dataclasses.replace(self, pieces={start: buffers[start] for start in self.pieces})
 
     def size(self) -> torch.Size:
         return torch.Size(self.shape)
@@ -241,9 +242,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def ranks() -> Ranks:
     """This process among all, as `model` takes it. All ranks call it together first."""
-    return Ranks(group(), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    return Ranks(group(), rank(), size())
 
 
 def fsync(path: Path) -> None:
@@ -264,7 +270,7 @@ def _failures() -> Iterator[None]:
         place, (error, _) = min(collected.failures.items())
         if isinstance(error, (CheckpointError, OSError)):
             raise error from None
-        raise RuntimeError(f"checkpoint: rank {place} failed") from error
+        raise RuntimeError(f"checkpoint: rank {place} failed: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -44,6 +44,9 @@ class Watch(threading.Thread):
         store.set(f"where/{rank}", self.me)
         store.set(f"beat/{rank}", "0")
         self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
+        # Of the same host, and not hidden from here in a container of its own.
+        host = self.places[rank][0]
+        self.neighbours = [r for r, (there, pid) in enumerate(self.places) if there == host and _lives(int(pid))]
 
     def run(self) -> None:
         count = failures = 0
@@ -96,8 +99,7 @@ class Watch(threading.Thread):
     def _look(self) -> str | None:
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
-        host = self.places[self.rank][0]
-        gone = [r for r, (there, pid) in enumerate(self.places) if there == host and not _lives(int(pid))]
+        gone = [rank for rank in self.neighbours if not _lives(int(self.places[rank][1]))]
         if not gone and self.rank == 0:
             gone = [rank for rank in range(1, self.size) if self._silent(rank)]
         if not gone:

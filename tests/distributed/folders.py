@@ -24,7 +24,7 @@ from tiny import tiny_config  # noqa: E402
 from model import build_model, load_weights, save_pretrained  # noqa: E402
 from model.checkpoint import allocate_scales, parts, scale_parts  # noqa: E402
 from model.parallel import Parallel, Ranks  # noqa: E402
-from model.released import packing_of  # noqa: E402
+from model.released import file_headers, packing_of  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
 from train import checkpoint, storage  # noqa: E402
 from train.build import Run, build, place_of  # noqa: E402
@@ -160,10 +160,12 @@ def save(folder: Path, layout: str, step: int, how: str = "") -> None:
         place.save(folder)
         return
     with Background() as background:
-        place.save(folder, background)
+        final = place.save(folder, background)
         with torch.no_grad():  # training goes on
             for tensor in place.model.state_dict().values():
                 tensor.add_(1)
+    written = file_headers(final / f"rank-{storage.rank():05d}.safetensors")
+    check_equal(set(background._buffers), {name.partition("[")[0] for name in written})  # nothing else was copied
 
 
 def load(folder: Path, layout: str, step: int, saved_by: int = 0) -> None:

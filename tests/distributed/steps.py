@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 
+from model import Losses, Totals
 from model.parallel import Parallel
 from train.build import Run, build
 from train.config import CONF_DIR, Config, open_overrides, parse
 from train.engine import World, _groups, find_place, launch
-from train.loop import train_step
+from train.loop import NonFiniteError, train_step
 
 STEPS, ROWS, LENGTH = 10, 8, 32
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",
@@ -117,6 +118,23 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     return {"losses": losses, "norms": norms, "counts": counts, "tensors": whole(run), "state": world.gather(size)}
 
 
+def stop_everywhere(world: World, corpus: Path) -> None:
+    """A number that is none on the last rank alone: no rank takes the step."""
+    run = build(configure("plain", world.size, world.parallel.experts.size, corpus), world)
+    before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
+
+    def losses_of(batch: dict[str, torch.Tensor], totals: Totals) -> Losses:
+        losses = run.model.losses(**batch, totals=totals)
+        return losses._replace(total=losses.total * float("nan")) if world.rank == world.size - 1 else losses
+
+    try:
+        train_step(run, share(rows_of_step(0), run), 0, 0, losses_of)
+    except NonFiniteError:
+        assert all(torch.equal(before[name], parameter) for name, parameter in run.model.named_parameters())
+    else:
+        raise AssertionError("the step was taken")
+
+
 def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
     """The configuration of a case for so many processes, with experts and tables in so many parts."""
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
@@ -137,6 +155,7 @@ def main(folder: Path, cases: list[str]) -> None:
     size = find_place().size
     world = launch(configure("passes", size, 1, folder).parallel)
     with world.together():
+        stop_everywhere(at(world, size), folder)
         for case in cases:
             name, parts = case.split("@")
             found = ten_steps(name, at(world, int(parts)), folder)

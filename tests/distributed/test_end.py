@@ -27,11 +27,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(corpus: Path, name: str, size: int, layout: str) -> Group:
+def start(corpus: Path, name: str, size: int, layout: str, *more: str) -> Group:
     data = (f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]")
     place = (f"data.cache_dir={corpus}/cache", f"output={corpus}/runs", f"name={name}", f"parallel={layout}")
     logs = corpus / f"logs-{name}-{time.monotonic_ns()}"
-    return Group(size, ["-m", "train", *SETTINGS, *data, *place], logs)
+    return Group(size, ["-m", "train", *more, *SETTINGS, *data, *place], logs)
 
 
 def records(corpus: Path, name: str, kind: str) -> list[dict]:
@@ -48,6 +48,7 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
         first, second = group.finish(seconds=60)
         assert time.monotonic() - killed < 60
     assert (first.code, second.code) == (4, -signal.SIGKILL)
+    assert all(f"memory of rank {rank}: weights " in first.output for rank in (0, 1))
     said = re.search(r"error: (.*)", first.output).group(1)
     assert said.startswith(f"rank 1 (process {victim.pid} on ") and "is gone" in said
 
@@ -83,7 +84,7 @@ def test_the_end_of_rank_0_is_told_by_another(corpus: Path) -> None:
 
 
 def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
-    with start(corpus, "refused", 2, "ep4") as group:
+    with start(corpus, "refused", 2, "ep4", "--local_rank=0") as group:  # which DeepSpeed's launcher adds
         first, second = group.finish()
     assert (first.code, second.code) == (2, 2) and not second.output
     assert "parallel.data_parallel = 4: 2 processes were started. Start as many (torchrun" in first.output

@@ -2,7 +2,8 @@
 
 Made batches of unequal documents; in every step a row, and with it often a rank, has no target; no token may choose one
 expert of the first layer, so that in the layouts with four parts a rank has nothing to do there. The gradients are
-clipped in every step. One case has images, whose parameters have no gradient on some ranks or on none. See steps.py.
+clipped in every step. Before the cases each rank makes sure that a loss which is no number on one rank stops all. One
+case has images, whose parameters have no gradient on some ranks or on none. See steps.py.
 """
 
 from __future__ import annotations

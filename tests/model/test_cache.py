@@ -117,6 +117,19 @@ def test_window_ring_wraps() -> None:
         step.commit()
 
 
+def test_a_replayed_window_has_no_past() -> None:
+    """What the ring held before a replay's start is hidden, also when the replay passes one token at a time."""
+    config = tiny_config(sliding_window=5).text
+    cache = Cache(config)
+    row = cache.open()
+    cache.rows[row].length = cache.rows[row].window_from = 8
+    for number in range(7):
+        step = Step.after(cache, [row], [[0]])
+        _, hidden = LayerCache(step, 0).window_of_each(torch.randn(1, config.head_dim))
+        assert (~hidden).sum() == min(5, number + 1)
+        step.commit()
+
+
 def test_open_groups_span_steps() -> None:
     """A group's tokens are joined across steps of any size."""
     config = tiny_config(compress_ratios=[0, 4, 4, 1, 1, 1]).text

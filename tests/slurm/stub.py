@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Stand-ins for Slurm's commands: the tests link ``sbatch``, ``srun``, ``scontrol`` and ``nvidia-smi`` to this file.
+"""Stand-ins for Slurm's commands: ``python stub.py sbatch|srun|scontrol|nvidia-smi ...``.
 
 They start real processes on this machine: ``sbatch`` runs the script and puts a requeued job back, ``srun`` starts
 every task and passes signals on, ``scontrol`` answers from the job's state in ``$STUB_DIR/job.json``. As Slurm 22.05
@@ -186,5 +185,5 @@ def nvidia_smi(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command = Path(sys.argv[0]).name
-    sys.exit({"sbatch": sbatch, "srun": srun, "scontrol": scontrol, "nvidia-smi": nvidia_smi}[command](sys.argv[1:]))
+    commands = {"sbatch": sbatch, "srun": srun, "scontrol": scontrol, "nvidia-smi": nvidia_smi}
+    sys.exit(commands[sys.argv[1]](sys.argv[2:]))

@@ -47,6 +47,8 @@ def toy(tmp_path: Path) -> list[str]:
         "logger=wandb",
         "parallel.device=cpu",
         "parallel.data_parallel=2",
+        "parallel.expert_parallel=2",
+        "parallel.table_shards=2",
         f"output={tmp_path}/runs",
     ]
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from model import ModelConfig, build_model, save_pretrained
-from train import pretrain
+from train import pretrain, storage
 from train.__main__ import TASKS
 from train.checkpoint import latest
 from train.config import ConfigError, Merger, parse
@@ -133,6 +133,23 @@ def test_runs_and_folders_mix(make_config, merge) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
         assert (mixed / name).read_text() == (exports[0] / name).read_text(), name
     pretrain.run(make_config("name=third", f"init_from={mixed}", "task.tokens=300"))
+
+
+def test_rows_come_from_whichever_chunk_holds_them(tmp_path: Path) -> None:
+    """As a run of several processes leaves them: a tensor in pieces, and one without axes."""
+    whole = torch.arange(24.0).reshape(8, 3)
+    pieces = {0: whole[:3].clone(), 3: whole[3:6].clone(), 6: whole[6:].clone()}
+    tensors = {"x": storage.Spread((8, 3), torch.float32, pieces), "n": storage.Spread.whole(torch.tensor(7))}
+    storage.save(tmp_path / "saved", tensors, lambda folder, index: None)
+    index = storage.read_index(tmp_path / "saved")
+    with storage.open_rows(tmp_path / "saved", index) as read:
+        assert torch.equal(read("x", None), whole) and read("n", None) == 7
+        for start, stop in ((0, 3), (2, 7), (4, 5), (6, 8), (0, 8)):
+            assert torch.equal(read("x", slice(start, stop)), whole[start:stop]), (start, stop)
+    file = tmp_path / "saved" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(storage.CheckpointError, match="rank-00000.safetensors cannot be read"):
+        storage.open_rows(tmp_path / "saved", index).__enter__()
 
 
 def test_drafter_tensors_are_merged_where_all_have_them(make, merge, capsys) -> None:

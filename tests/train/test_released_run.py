@@ -72,3 +72,9 @@ def test_what_was_not_trained_has_its_bytes_again(make_config, tmp_path: Path, m
 def test_the_layout_of_the_export_is_checked(make_config) -> None:
     with pytest.raises(ConfigError, match="checkpoint.export = true: should be False, 'plain' or 'released'"):
         make_config("checkpoint.export=true")
+
+
+def test_a_model_that_cannot_be_quantised_is_refused_before_training(make_config) -> None:
+    odd = ("model.text_config.moe_intermediate_size=31", "checkpoint.export=released")
+    with pytest.raises(ValueError, match=r"released layout:\n  layers.0.ffn.experts.0.w2.weight has 31 columns"):
+        train.build.build(make_config(*odd))
