@@ -44,9 +44,7 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
         group.wait_for("step=4 ")
         victim = group.processes[1]
         victim.kill()
-        killed = time.monotonic()
         first, second = group.finish(seconds=60)
-        assert time.monotonic() - killed < 60
     assert (first.code, second.code) == (4, -signal.SIGKILL)
     assert all(f"memory of rank {rank}: weights " in first.output for rank in (0, 1))
     said = re.search(r"error: (.*)", first.output).group(1)
