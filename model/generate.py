@@ -4,7 +4,7 @@
 
 `Generator` is the same with a life of its own: requests are submitted at any time, each `step` gives every running
 sequence one token, and `state_dict` stops it at any token. A sequence's draws depend on its seed and its position
-alone, not on its batch mates.
+alone, not on its batch mates (whose number may still move log-probabilities by the rounding of fp32 products).
 """
 
 from __future__ import annotations
