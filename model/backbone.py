@@ -1,6 +1,6 @@
 """The V4.1 transformer: embedding -> n residual streams -> blocks -> collapse -> norm -> head.
 
-Read this first; then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py.
+Read this first; then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py; cache.py and generate.py.
 Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d hidden, V vocabulary.
 """
 
