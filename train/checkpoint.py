@@ -275,7 +275,7 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
         "torch": bytes(torch.get_rng_state().numpy()).hex(),
-        "cuda": [bytes(state.numpy()).hex() for state in torch.cuda.get_rng_state_all()],
+        "cuda": bytes(torch.cuda.get_rng_state().numpy()).hex() if torch.cuda.is_available() else None,
     }
 
 
@@ -286,8 +286,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_tensor(bytes.fromhex(state["torch"])))
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_tensor(bytes.fromhex(one)) for one in state["cuda"]])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(bytes.fromhex(state["cuda"])))
 
 
 def _tensor(content: bytes) -> Tensor:
