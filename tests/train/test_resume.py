@@ -96,10 +96,10 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
 def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
     config, original = make_config("name=parts", "checkpoint.every=100"), loop.save
 
-    def save_and_signal(run, state):
+    def save_and_signal(*what):
         for number in (signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
-        return original(run, state)
+        return original(*what)
 
     stop_at(3, signal.SIGUSR1, monkeypatch)
     monkeypatch.setattr(loop, "save", save_and_signal)
