@@ -442,9 +442,9 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         rule = "responses would be written by another policy than is trained"
         yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
     for key in ("expert_parallel", "table_shards"):
-        if getattr(parallel, key) > 1:
+        if getattr(parallel, key) > 1 and config.rl.rollout is None:
             rule = "a process that writes responses must hold the whole model"
-            value, remedy = getattr(parallel, key), "Use 1; data_parallel may be more"
+            value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); data_parallel may be more"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
 
 
@@ -531,6 +531,7 @@ CHANGEABLE = (
     "task.sample_",
     "rl.eval_",
     "rl.reward_",
+    "rl.rollout.",
     "data.cache_dir",
     "data.paths",  # another place of the same data: the loader refuses to continue with other content
     "data.validation_paths",

@@ -1,4 +1,4 @@
-"""Where responses come from: one interface over generation in this process and, later, inference servers.
+"""Where responses come from: one interface over generation in this process and inference servers (rollout_http.py).
 
 A rollout takes requests at any time and works on all of them at once. The policy may change while responses are being
 written: ``update_weights`` stops them at the token they have reached, and they go on under the new policy from there,
@@ -32,7 +32,15 @@ class Rollout(Protocol):
         """Samples that have finished since the last call; may be none. Work is done, or waited for, in here."""
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        """Interrupt what is running, and let it go on under ``model``, whose tokens are of this version."""
+        """Interrupt what is running, and let it go on under ``model``, whose tokens are of this version. Also called
+        before the first request. All processes call it together.
+        """
+
+    def apart(self) -> Rollout:
+        """One more over the same policy, for requests that are no part of this one's state."""
+
+    def notes(self) -> list[str]:
+        """What a reader of the log should know, since the last call."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on with the unfinished requests: tensors and plain containers."""
@@ -69,6 +77,12 @@ class LocalRollout:
     def update_weights(self, version: int, model: DeepseekV41) -> None:
         assert model is self.generator.model, "the generator reads the weights where they are trained"
         self.generator.version = version
+
+    def apart(self) -> LocalRollout:
+        return LocalRollout(self.generator.model, self.generator.max_running, self.precision)
+
+    def notes(self) -> list[str]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return self.generator.state_dict()

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from train.initial import find_origin
 from train.rl.effort import LengthTerm, training_efforts
 from train.rl.objective import PolicyLoss
+from train.servers import ServersConfig
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Positive = Annotated[int, Field(ge=1)]
@@ -46,6 +47,7 @@ class RlConfig:
     reward_seconds: Annotated[float, Field(gt=0)]  # of a call; then it counts as 0
     eval_prompts: Positive  # held-out prompts of an evaluation, each asked once under every effort
     eval_efforts: list[Effort]
+    rollout: ServersConfig | None = None  # the inference servers that write responses; null: this process does
 
     @property
     def trained(self) -> list[int]:
@@ -88,3 +90,5 @@ class RlConfig:
         if self.max_tokens >= seq_len:
             rule = f"with its prompt, a response must fit a row of task.seq_len = {seq_len}"
             yield f"max_tokens = {self.max_tokens}: {rule}. Raise task.seq_len"
+        if self.rollout is not None:
+            yield from (f"rollout.{text}" for text in self.rollout.problems())

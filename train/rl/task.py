@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+from data.companions import companion_files
 from data.tokenizer import special_ids
-from model import DeepseekV41, Losses, Totals, token_log_probs
+from model import DeepseekV41, Losses, Totals, save_pretrained, token_log_probs
+from train import storage
 from train.build import Run, build
 from train.checkpoint import Background, CheckpointError, State
 from train.config import Config
@@ -39,6 +41,8 @@ from train.rl.prompts import Prompts
 from train.rl.report import RlReporter, table
 from train.rl.rewards import Rewards
 from train.rollout import LocalRollout, Rollout
+from train.rollout_http import HttpRollout, Limits
+from train.servers import Servers
 
 NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
 
@@ -76,6 +80,7 @@ def run(config: Config) -> None:
             if folder:
                 state = resume(objects, folder)
         rewards = Rewards([task.reward for task in config.rl.tasks], config.rl.reward_workers, config.rl.reward_seconds)
+        policy = None
         try:
             policy = make_policy(objects, rewards, reference)
             if folder:
@@ -89,9 +94,10 @@ def run(config: Config) -> None:
                 _summarise(policy, state, report)
             finally:
                 report.close()
-                policy.collector.rollout.close()
         finally:
             rewards.close()
+            if policy is not None:
+                policy.collector.rollout.close()
 
 
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
@@ -126,8 +132,19 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
 
 
 def open_rollout(run: Run) -> Rollout:
-    """Where this run's responses come from; another one for every ``Collector``."""
-    return LocalRollout(run.model, run.config.rl.in_flight, lambda: precision(run))
+    """What ``rl.rollout`` names: generation in this process, or servers."""
+    settings = run.config.rl
+    if settings.rollout is None:
+        return LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+
+    def export(model: DeepseekV41, folder: Path) -> None:
+        files = companion_files(run.config.data, run.tokenizer)
+        form, ranks = settings.rollout.format, storage.ranks()
+        save_pretrained(model, folder, run.tokenizer, format=form, companions=files, ranks=ranks)
+
+    text = run.model_config.text
+    limits = Limits(text.vocab_size, text.num_hidden_layers, text.num_experts_per_tok)
+    return HttpRollout(Servers(settings.rollout), run.world, run.config.run_dir / "policy", export, limits)
 
 
 def train(policy: Policy, state: State, report: RlReporter) -> None:
@@ -141,6 +158,8 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
     task, saving = run.config.task, run.config.checkpoint
     background = Background() if saving.asynchronous else None
     with stop_signals() as received, background or nullcontext():
+        collector.rollout.update_weights(state.step, run.model)
+        _note(collector.rollout, report)
         if state.first_valid is None:
             state.first_valid = state.last_valid = _report_evaluation(policy, state, report)
         while state.tokens < task.tokens:
@@ -157,6 +176,7 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
             if background:
                 background.check()
             collector.rollout.update_weights(state.step, run.model)
+            _note(collector.rollout, report)
             done = state.tokens >= task.tokens
             if done or state.step % task.eval_every == 0:
                 state.last_valid = _report_evaluation(policy, state, report)
@@ -262,7 +282,7 @@ def evaluate(policy: Policy) -> dict[str, Any]:
             rank=world.rank,
             ranks=world.size,
         )
-        rollout = open_rollout(run)
+        rollout = trained.rollout.apart()
         groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect()
         rollout.close()
     return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
@@ -383,6 +403,11 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
         "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
         **{name: total[name] / taught for name in names},
     }
+
+
+def _note(rollout: Rollout, report: RlReporter) -> None:
+    for note in rollout.notes():
+        report.log(note)
 
 
 def _report_evaluation(policy: Policy, state: State, report: RlReporter) -> dict[str, Any]:
