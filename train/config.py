@@ -446,6 +446,9 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
             rule = "a process that writes responses must hold the whole model"
             value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); data_parallel may be more"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
+    if config.rl.rollout is not None and config.lora.on:
+        rule, remedy = "servers are given whole weights, not an adapter", "Use rollout=local, or leave lora out"
+        yield {"lora.targets", "rl"}, problem("lora.targets", config.lora.targets, rule, remedy)
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
