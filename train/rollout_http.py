@@ -65,7 +65,7 @@ class HttpRollout:
         self.servers, self.world, self.folder, self.export, self.limits = servers, world, folder, export, limits
         self.version, self.next_id = 0, 0
         self.samples: dict[int, Sample] = {}  # not handed over yet
-        self._sending = False
+        self._sending, self._first = False, True  # the first one over these servers closes them
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the servers' thread, as are the tokens of the samples
         self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
 
@@ -133,7 +133,7 @@ class HttpRollout:
 
     def apart(self) -> HttpRollout:
         other = HttpRollout(self.servers, self.world, self.folder, self.export, self.limits)
-        other.version, other._sending = self.version, self._sending
+        other.version, other._sending, other._first = self.version, self._sending, False
         return other
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +149,9 @@ class HttpRollout:
         self.samples = {sample.id: sample for sample in map(unpack_sample, copy.deepcopy(state["samples"]))}
 
     def close(self) -> None:
-        self.servers.close()
+        self.servers.run(self._break_off())
+        if self._first:
+            self.servers.close()
 
     def _prune(self) -> None:
         versions = sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name))

@@ -449,6 +449,7 @@ def test_one_more_rollout_shares_the_servers_and_nothing_else(make_server, make_
     rollout.submit(REQUESTS[5])
     other = rollout.apart()
     assert_same(run(other), expected)
+    other.close()
     assert [sample.tokens for sample in finish(rollout)] == [expected[5].tokens]
 
 
