@@ -6,6 +6,7 @@ quantised or not; a run's ``export`` is one), a run directory, or one of its che
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Origin:
     folder: Path
     model: dict[str, Any]
     tokenizer: Path
+
+    def tokens(self) -> dict[str, Any]:
+        """What makes the ids of a text; exports have a post-processor besides, which a run's own file lacks."""
+        found = json.loads(self.tokenizer.read_text(encoding="utf-8"))
+        return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
 def find_origin(name: str) -> Origin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def run(config: Merger) -> None:
 
 def check_same(first: Origin, other: Origin) -> None:
     """Raise ``InputError`` that names the first difference between two checkpoints' models or tokenizers."""
-    wanted, found = ({"model": _model(origin), "tokenizer": _tokenizer(origin)} for origin in (first, other))
+    wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
     for key in wanted:
         difference = first_difference(found[key], wanted[key], key)
         if difference:
@@ -80,9 +79,3 @@ def _model(origin: Origin) -> dict[str, Any]:
     if text.engram_layer_ids and not text.engram_num_embeddings:
         text = dataclasses.replace(text, engram_num_embeddings=engram_tables(text).rows)
     return dataclasses.replace(config, text=text, extra={}).to_dict()
-
-
-def _tokenizer(origin: Origin) -> dict[str, Any]:
-    """What makes the ids of a text; exports have a post-processor that a run's own file lacks."""
-    found = json.loads(origin.tokenizer.read_text(encoding="utf-8"))
-    return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}

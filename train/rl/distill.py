@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import DeepseekV41, Losses, ModelConfig, Totals, reverse_kl
@@ -124,9 +123,9 @@ class Teachers:
 
 
 def _check_tokenizer(run: Run, number: int, name: str) -> None:
-    path = find_origin(name).tokenizer
-    if Tokenizer.from_file(str(path)).to_str() != run.tokenizer.to_str():
-        rule = f"its tokenizer, {path}, is not the policy's: their vocabularies cannot be compared"
+    origin = find_origin(name)
+    if origin.tokens() != find_origin(run.config.init_from).tokens():
+        rule = f"its tokenizer, {origin.tokenizer}, is not the policy's: their vocabularies cannot be compared"
         raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models of one family")])
 
 
