@@ -217,7 +217,7 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
     written = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
-        target_modules="|".join(map(re.escape, whole)) or [],
+        target_modules=rf"(model\.)?({'|'.join(map(re.escape, whole))})" if whole else [],
         target_parameters=parts or None,
         base_model_name_or_path=base,
         inference_mode=True,
