@@ -18,6 +18,7 @@ from train.build import Run, build
 from train.config import CONF_DIR, Config, open_overrides, parse
 from train.engine import World, _groups, find_place, launch
 from train.loop import NonFiniteError, train_step
+from train.lora import save_adapter
 
 STEPS, ROWS, LENGTH = 10, 8, 32
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",
@@ -34,7 +35,9 @@ CASES = {
     "recompute": ("task.micro_batch=8", "task.accumulation=1", "runtime.recompute=true"),
     "both": ("task.micro_batch=2", "task.accumulation=4", "runtime.recompute=true"),
     "images": ("task.micro_batch=8", "task.accumulation=1", *VISION),
-}
+    "lora": ("task.micro_batch=2", "task.accumulation=4", "optim=adamw", "lora=all", "lora.rank=4",
+             "lora.targets=[attention,experts,head]", "optim.schedule.peak=2.0e-4"),
+}  # fmt: skip
 
 
 def rows_of_step(step: int) -> dict[str, torch.Tensor]:
@@ -112,6 +115,8 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
         losses.append([float(numbers[name]) for name in ("total", "lm_sum", "balance_sum")])
         norms.append(float(numbers["grad_norm"]))
         counts = {name: numbers[name] for name in ("real", "supervised", "index_queries", "expert_load")}
+    if case == "lora":
+        save_adapter(run.model, corpus / f"adapter-{world.size}", config.init_from, biases=False)
     state = [t for held in run.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in state)
     assert size == run.optimizer.state_bytes()
@@ -140,8 +145,11 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
             f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
     layout = (f"parallel.data_parallel={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
+    settings = [*TINY, *data, *layout, *CASES[case]]
+    if case == "lora":
+        settings = [f"init_from={corpus}/base", *(text for text in settings if text != "optim=report")]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return parse(compose("train", overrides=open_overrides([*TINY, *data, *layout, *CASES[case]])))
+        return parse(compose("train", overrides=open_overrides(settings)))
 
 
 def at(world: World, parts: int) -> World:
