@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -269,13 +269,18 @@ def _kept_anywhere(held: list[Part], scales: Mapping[str, Tensor], ranks: Ranks)
 
 
 def convert_checkpoint(
-    src: str | Path, dst: str | Path, format: Literal["bf16", "released"], shard_bytes: int = SHARD_BYTES
+    src: str | Path,
+    dst: str | Path,
+    format: Literal["bf16", "released"],
+    shard_bytes: int = SHARD_BYTES,
+    changes: Mapping[str, Callable[[slice, Tensor], Tensor]] | None = None,
 ) -> int:
     """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
 
     "bf16" unpacks quantised weights (the rest stays as stored), and casts the matrices of a folder that was never
     quantised. "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's
-    files. Raises what `load_pretrained` raises; ValueError if `dst` exists.
+    files. `changes[name](rows, block)` is what these rows of a tensor become. Raises what `load_pretrained` raises;
+    ValueError if `dst` exists, or for a change of a tensor that is not there.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "released"):
@@ -285,6 +290,8 @@ def convert_checkpoint(
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
     with open_checkpoint(src, config, list(parts(skeleton))) as sources, whole_folder(dst) as work:
+        if changes:
+            sources = _changed(sources, changes)
         kept = {source.name for source in sources if source.kept is not None}
         dtype = torch.bfloat16 if format == "bf16" and not kept else None
         layout = "released" if format == "released" else "plain"
@@ -293,6 +300,23 @@ def convert_checkpoint(
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
     return total
+
+
+def _changed(sources: list[Source], changes: Mapping[str, Callable[[slice, Tensor], Tensor]]) -> list[Source]:
+    """The same tensors with some of them changed; the scales that those had are of no more use."""
+    if unknown := changes.keys() - {source.name for source in sources}:
+        raise ValueError(f"the checkpoint has no tensor {min(unknown)} to change")
+
+    def blocks(source: Source) -> Iterator[Tensor]:
+        row = source.start
+        for block in source.blocks():
+            yield changes[source.name](slice(row, row + len(block)), block).to(block.dtype)
+            row += len(block)
+
+    return [
+        source._replace(blocks=partial(blocks, source), kept=None) if source.name in changes else source
+        for source in sources
+    ]
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class Conversion:
     src: str  # a checkpoint folder
     dst: str  # a new folder
     format: Literal["released", "bf16"]
+    adapter: str | None = None  # a folder with an adapter of that checkpoint, to be merged into it
 
 
 @dataclass(config=STRICT, frozen=True)

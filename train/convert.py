@@ -1,8 +1,11 @@
-"""``task=convert``: a checkpoint folder in another format."""
+"""``task=convert``: a checkpoint folder in another format, with or without an adapter merged into it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from model import convert_checkpoint
+from train.adapter import read_changes
 from train.config import Conversion
 from train.errors import given
 
@@ -11,10 +14,11 @@ def run(config: Conversion) -> None:
     """Write ``config.dst`` whole or not at all.
 
     Raises:
-        InputError: the source is no complete checkpoint of this model (every tensor at fault is named), or the
-            destination exists.
+        InputError: the source is no complete checkpoint of this model (every tensor at fault is named), the adapter is
+            none of it, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     with given():
-        size = convert_checkpoint(config.src, config.dst, config.format)
+        changes = read_changes(Path(config.adapter)) if config.adapter else None
+        size = convert_checkpoint(config.src, config.dst, config.format, changes=changes)
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")

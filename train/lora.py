@@ -23,20 +23,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.attention import GroupedLinear
 from model.backbone import DeepseekV41
 from model.moe import Experts, grouped_linear
 from model.table import Head
+from train.adapter import BIASES, PREFIX, STACK, WEIGHTS
 from train.config import ConfigError, LoraConfig, problem
 from train.recipe import LORA_TARGETS
 
 NAME = "default"  # `peft`'s name of the one adapter
-STACK = ("w1", "w2", "w3")
-BIASES = "router_biases.safetensors"  # written beside an adapter whose run moved them
-_PREFIX = "base_model.model."  # of `peft`'s names on disk
 
 
 class _Wrapper(nn.Module, LoraLayer):
@@ -224,27 +222,9 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
     )
     folder.mkdir(parents=True, exist_ok=True)
     written.save_pretrained(str(folder))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     if biases:
         save_file(_biases(model), folder / BIASES)
-
-
-def merge_folder(model: DeepseekV41, folder: Path) -> None:
-    """Add the adapter in `folder`, written by `save_adapter` or by `peft` for a plain model, to the weights of `model`.
-
-    Raises:
-        ValueError: it is no such adapter, or it is one for another model.
-    """
-    found = folder / "adapter_config.json"
-    if not found.is_file():
-        raise ValueError(f"{found} does not exist; name a folder that holds an adapter")
-    try:
-        peft.PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} is no adapter of this model: {str(error).splitlines()[0]}") from None
-    merge(model)
-    if (folder / BIASES).is_file():
-        model.load_state_dict(load_file(folder / BIASES), strict=False)
 
 
 def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
@@ -304,17 +284,17 @@ def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLora):
             for depth, weight in enumerate(reversed(STACK)):
-                prefix = f"{_PREFIX}{name}" + ".base_layer" * depth
+                prefix = f"{PREFIX}{name}" + ".base_layer" * depth
                 a, b = (_whole(part[NAME][weight]) for part in (module.lora_A, module.lora_B))
                 yield f"{prefix}.lora_A.weight", a.flatten(0, 1).contiguous()
                 yield f"{prefix}.lora_B.weight", b.permute(1, 2, 0).flatten(1).contiguous()
         elif isinstance(module, LoraLayer):
             for part in ("lora_embedding_A", "lora_embedding_B"):
                 if NAME in getattr(module, part):
-                    yield f"{_PREFIX}{name}.{part}", _whole(getattr(module, part)[NAME])
+                    yield f"{PREFIX}{name}.{part}", _whole(getattr(module, part)[NAME])
             for part in ("lora_A", "lora_B"):
                 if NAME in getattr(module, part):
-                    yield f"{_PREFIX}{name}.{part}.weight", _whole(getattr(module, part)[NAME].weight)
+                    yield f"{PREFIX}{name}.{part}.weight", _whole(getattr(module, part)[NAME].weight)
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:

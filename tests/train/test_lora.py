@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from model import load_pretrained, save_pretrained
-from train import loop, lora, pretrain
+from train import convert, loop, lora, pretrain
 from train.build import Run, build
-from train.config import Config, ConfigError, parse
+from train.config import Config, ConfigError, Conversion, ConversionTask, parse
 from train.recipe import LORA_TARGETS
 
 from .test_sft import write_chats
@@ -62,6 +63,12 @@ def logits(model: torch.nn.Module, run: Run) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def convert_with(adapter: Path | None, src: Path, dst: Path, format: str) -> Path:
+    adapter = None if adapter is None else str(adapter)
+    convert.run(Conversion(ConversionTask("convert"), str(src), str(dst), format, adapter))
+    return dst
 
 
 def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(make, base: Path) -> None:
@@ -117,9 +124,29 @@ def test_peft_reads_what_is_written(make, base: Path, tmp_path: Path) -> None:
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert written.keys() == peft.get_peft_model_state_dict(loaded).keys()
     assert (logits(loaded, run) - expected).abs().max() < 1e-5
-    again = load_pretrained(base)
-    lora.merge_folder(again, tmp_path / "adapter")
-    assert (logits(again, run) - expected).abs().max() < 1e-5
+
+
+def test_an_adapter_is_merged_into_the_released_layout_and_nothing_else_changes(make, base: Path, tmp_path) -> None:
+    released = convert_with(None, base, tmp_path / "released", "released")
+    run = build(make("lora.targets=[attention,experts,embed]", f"init_from={released}"))
+    for parameter in lora.trained_parameters(run.model).values():  # so much that every tile gets another code
+        parameter.data.normal_(std=0.1)
+    lora.save_adapter(run.model, tmp_path / "adapter", str(released), biases=False)
+    merged = convert_with(tmp_path / "adapter", released, tmp_path / "merged", "released")
+    lora.merge(run.model)
+    save_pretrained(run.model, tmp_path / "expected", run.tokenizer, format="released")
+    before, after = (load_file(folder / "model.safetensors") for folder in (released, merged))
+    assert before.keys() == after.keys()
+    touched = re.compile(r"embed\.weight|.*attn\.w(q_a|q_b|kv|o_a|o_b)\.\w+|.*ffn\.experts\.\d+\.w[123]\.\w+")
+    touched = {name for name in before if touched.fullmatch(name) and ".indexer." not in name}
+    same = {name for name in before if raw(before[name]) == raw(after[name])}
+    assert before.keys() - touched <= same
+    assert not {name for name in touched & same if name.endswith(".weight")}
+    found, expected = (load_pretrained(folder).state_dict() for folder in (merged, tmp_path / "expected"))
+    for name, tensor in found.items():  # products may differ in the last bit, and codes by one where that decides
+        assert (tensor - expected[name]).abs().mean() <= 1e-3 * tensor.abs().mean(), name
+    with pytest.raises(ValueError, match="holds no adapter that can be read"):
+        convert_with(base, released, tmp_path / "x", "released")
 
 
 def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -> None:
@@ -130,10 +157,9 @@ def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -
     assert sum(tensor.numel() for tensor in run.kept.state_dict().values()) < 0.5 * sum(
         tensor.numel() for tensor in exported.state_dict().values()
     )
-    merged = load_pretrained(base)
-    lora.merge_folder(merged, whole / "adapter")
-    for name, tensor in exported.state_dict().items():
-        assert torch.allclose(tensor, merged.state_dict()[name], atol=1e-6), name
+    merged = load_pretrained(convert_with(whole / "adapter", base, whole / "merged", "bf16")).state_dict()
+    for name, tensor in exported.state_dict().items():  # bf16 has 8 bits
+        assert torch.allclose(tensor, merged[name], atol=1e-6, rtol=2**-8), name
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "valid"]
     assert losses[-1] < losses[0]
@@ -141,6 +167,7 @@ def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -
         make(f"init_from={whole}")
 
 
+@pytest.mark.slow
 def test_resuming_is_exact(make) -> None:
     options = ("lora.dropout=0.2", "checkpoint.every=1")
     pretrain.run(make("name=split", "task.tokens=300", *options))
