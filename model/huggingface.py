@@ -192,7 +192,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
-        max_shard_size: int = SHARD_BYTES,
+        max_shard_size: int | str = SHARD_BYTES,
         format: Literal["plain", "released"] = "plain",
         **_: Any,
     ) -> None:
@@ -203,15 +203,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if not is_main_process:
             return
-        if state_dict is not None and any(value.numel() == 0 for value in state_dict.values()):
-            raise ValueError("save_pretrained: the state_dict is not whole; gather it first")
-        if not isinstance(max_shard_size, int):
-            raise ValueError(f"save_pretrained: max_shard_size={max_shard_size!r} must be a number of bytes")
+        own = {name: tensor.data_ptr() for name, tensor in self.state_dict().items()}
+        if any(own.get(name) != tensor.data_ptr() for name, tensor in (state_dict or {}).items()):
+            raise ValueError("save_pretrained: the model's own weights are written; load the state_dict into it first")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
             new = Path(work) / "new"
-            save_pretrained(self.model, new, shard_bytes=max_shard_size, format=format)
+            save_pretrained(self.model, new, shard_bytes=_bytes(max_shard_size), format=format)
             self.generation_config.save_pretrained(new)
             for name, content in self.companions.items():
                 if name != "generation_config.json" and not (folder / name).exists():
@@ -407,6 +406,15 @@ def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
         subfolder, wanted = options.pop("subfolder", ""), ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(str(name), allow_patterns=wanted, **options)) / subfolder
     return Path(name) / options.get("subfolder", "")
+
+
+def _bytes(size: int | str) -> int:
+    """A number of bytes, also as transformers writes it: "5GB"."""
+    if isinstance(size, int):
+        return size
+    if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):
+        return int(match[1]) * 1000 ** (" KMGT".index(match[2]))
+    raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or like '5GB'")
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

@@ -104,13 +104,18 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_saving_keeps_other_files_and_leaves_no_old_weights(tmp_path, tiny) -> None:
-    tiny.save_pretrained(tmp_path / "m", max_shard_size=50_000)
+    tiny.save_pretrained(tmp_path / "m", max_shard_size="50KB")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert len(list((tmp_path / "m").glob("model-*"))) > 2
     tiny.save_pretrained(tmp_path / "m")
     names = sorted(path.name for path in (tmp_path / "m").iterdir())
     assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    tiny.save_pretrained(tmp_path / "m", state_dict=tiny.state_dict())
+    with pytest.raises(ValueError, match="max_shard_size='many'"):
+        tiny.save_pretrained(tmp_path / "m", max_shard_size="many")
+    with pytest.raises(ValueError, match="model's own weights are written"):
+        tiny.save_pretrained(tmp_path / "m", state_dict={"model.head.weight": torch.zeros(61, 32)})
     loaded = load_pretrained(tmp_path / "m")
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in tiny.model.state_dict().items())
 
