@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from model.attention import GroupedLinear
 from model.backbone import DeepseekV41
+from model.checkpoint import whole_folder
 from model.moe import Experts, grouped_linear
 from model.table import Head
 from train.adapter import BIASES, PREFIX, STACK, WEIGHTS
@@ -199,7 +200,7 @@ def merge(model: nn.Module) -> None:
 
 
 def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> None:
-    """Write the adapter in `peft`'s format. All ranks call it; the first one writes.
+    """Write the adapter in `peft`'s format, whole or not at all. All ranks call it; the first one writes.
 
     base: the checkpoint that it belongs to, as a note for the reader. biases: the run moved the router biases, which
     `peft` knows nothing of: they go into a file of their own.
@@ -220,11 +221,13 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
         base_model_name_or_path=base,
         inference_mode=True,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    written.save_pretrained(str(folder))
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    if biases:
-        save_file(_biases(model), folder / BIASES)
+    with whole_folder(folder) as work:
+        written.save_pretrained(str(work))
+        save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
+        if biases:
+            save_file(_biases(model), work / BIASES)
+        for path in work.iterdir():  # the library makes its files for their owner alone
+            path.chmod(0o644)
 
 
 def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
