@@ -57,7 +57,7 @@ class Plan:
 
     rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: of a
     step. in_flight: responses at once at most. ahead: responses sent out but not trained on, as a share of a step's, at
-    most 1 + ahead.
+    most 1 + ahead; but as many subgroups as a step needs may always be begun, also where the largest were left over.
     """
 
     efforts: tuple[int, ...]
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def outstanding(self) -> int:
-        """Responses that may be sent out and not yet trained on."""
+        """Responses that may be sent out and not yet trained on, once a step's subgroups are."""
         per_step = self.subgroups * sum(self.sizes) / len(self.sizes)
         return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
 
@@ -125,7 +125,9 @@ class Collector:
         while True:
             prompt, kind = divmod(self.next, len(plan.efforts))
             size = plan.sizes[kind]
-            if self.rollout.in_flight + size > plan.in_flight or self.outstanding + size > plan.outstanding:
+            begun = len(self.open) + len(self.ready)
+            full = begun >= plan.subgroups and self.outstanding + size > plan.outstanding
+            if full or self.rollout.in_flight + size > plan.in_flight:
                 return
             prompt = prompt * plan.ranks + plan.rank
             task, record = self.prompts.at(prompt)

@@ -128,6 +128,14 @@ def test_bounds_are_kept_and_every_subgroup_is_handed_over_once(make, ahead: flo
     assert bool(collector.open or collector.ready) == bool(ahead), "begun for a later step"
 
 
+def test_subgroups_of_very_unequal_sizes_never_block_a_step(make) -> None:
+    """Small subgroups overtake the large ones, whose responses alone then come near the bound."""
+    collector = make(replace(PLAN, sizes=(2, 8), in_flight=99, ahead=0.5), lambda n: 9 if n % 10 > 1 else 1)
+    idle = iter(range(500))
+    seen = [group.number for _ in range(12) for group in collector.collect(lambda: next(idle, None) is None) or []]
+    assert len(seen) == len(set(seen)) == 24
+
+
 def test_processes_share_the_prompts_and_write_what_one_would(make) -> None:
     def asked(plan: Plan, steps: int) -> dict:
         collector = make(plan, lambda n: 1)
