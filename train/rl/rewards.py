@@ -98,13 +98,15 @@ class _Worker:
         self.ready = True
 
     def call(self, request: dict[str, Any], seconds: float) -> Outcome:
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except InputError as error:  # it loaded once, so this is what a crash left behind, not a wrong name
+            self._replace()
+            return Outcome(0.0, "crash", str(error))
         self._write(request)
         line = self._read(seconds)
         if not line:
-            self._end()
-            if not self.closed:
-                self._start()
+            self._replace()
             if line is None:
                 return Outcome(0.0, "time", f"no answer in {seconds:g} s")
             return Outcome(0.0, "crash", "the process ended")
@@ -113,6 +115,11 @@ class _Worker:
     def close(self) -> None:
         self.closed = True
         self._end()
+
+    def _replace(self) -> None:
+        self._end()
+        if not self.closed:
+            self._start()
 
     def _start(self) -> None:
         self.ready, self._rest = False, b""

@@ -106,6 +106,29 @@ def test_a_hanging_function_ends_with_all_that_it_started(pool: Rewards, tmp_pat
     raise AssertionError("the child runs on")
 
 
+def test_a_process_that_cannot_start_again_costs_one_reward(tmp_path: Path) -> None:
+    """What a crash leaves behind may stop the next import; the run goes on, and so does the pool once it loads."""
+    path = tmp_path / "fragile.py"
+    path.write_text(
+        "import os\n"
+        "left = __file__ + '.left'\n"
+        "if os.path.exists(left):\n"
+        "    os.remove(left)\n"
+        "    raise RuntimeError('left over')\n"
+        "def grade(record, answer, reasoning):\n"
+        "    if record:\n"
+        "        open(left, 'w').close()\n"
+        "        os._exit(3)\n"
+        "    return 2.0\n"
+    )
+    rewards = Rewards([f"{path}:grade"], workers=1, seconds=60.0)
+    coming = [rewards.submit(0, {"do": do} if do else {}, "", "") for do in ("crash", "", "")]
+    first, second, third = (future.result(timeout=120) for future in coming)
+    rewards.close()
+    assert (first.failure, second.failure, third) == ("crash", "crash", Outcome(2.0))
+    assert "left over" in second.detail
+
+
 def test_closing_ends_the_processes_whatever_they_do(module: str) -> None:
     rewards = Rewards([f"{module}:grade"], workers=1, seconds=60)
     rewards.submit(0, {"do": "hang"}, "", "")
