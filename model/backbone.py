@@ -242,13 +242,16 @@ class DeepseekV41(nn.Module):
         vision_token_types: Tensor | None = None,
         routing: Tensor | None = None,
         replay_start: Tensor | None = None,
+        prompt_lens: Tensor | None = None,
         objective: Objective | None = None,
     ) -> Losses:
         """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`.
 
-        `objective` takes the place of the cross-entropy; `lm_sum` is then its sum.
+        `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` where an
+        answer's first tokens are not supervised (without it, a prompt ends at the first supervised token). `objective`
+        takes the place of the cross-entropy; `lm_sum` is then its sum.
         """
-        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
+        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens)
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = self._targets(labels, pack)
         taught = targets >= 0
@@ -281,13 +284,16 @@ class DeepseekV41(nn.Module):
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
-    def _pack(self, input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start) -> Pack:
+    def _pack(
+        self, input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens=None
+    ) -> Pack:
         """The layout of a batch; where the runtime asks for it, with the decoder's windows bounded as in generation."""
         text = self.config.text
         pack = build_pack(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
         if not self.runtime.decoder_replay or labels is None:
             return pack
-        start = (prompt_lengths(pack, pack.flatten(labels)) - text.sliding_window).clamp(min=0)[pack.document]
+        lengths = prompt_lengths(pack, pack.flatten(labels)) if prompt_lens is None else prompt_lens[seq_lens > 0]
+        start = (lengths - text.sliding_window).clamp(min=0)[pack.document]
         bounded = bound_windows(pack.window_start, pack.position, pack.document_start, start)
         return replace(pack, decoder_window_start=bounded)
 

@@ -85,7 +85,7 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
 
 def empty_batch(shape: Shape) -> Batch:
     """A batch that teaches nothing, for a process that has fewer than others: two tokens of padding."""
-    return _batch([[_blank((2,), shape)]], shape)
+    return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
 
 def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
@@ -110,6 +110,7 @@ def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batc
     piece["behaviour"][start:] = torch.tensor(sample.log_probs)
     piece["advantage"][start:] = advantage
     piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
+    piece["prompt_len"] = torch.tensor(start)  # stale tokens hide it from the labels
     return piece
 
 
@@ -117,7 +118,7 @@ def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
     """Rows [rows, seq_len] of pieces, which are numbered through as responses."""
     batch = _blank((len(lines), shape.seq_len), shape)
     lengths = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.int64)
-    number = 0
+    prompts, number = torch.zeros_like(lengths), 0
     for row, pieces in enumerate(lines):
         at = 0
         for column, piece in enumerate(pieces):
@@ -125,6 +126,6 @@ def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
             for name in batch:
                 batch[name][row, at : at + size] = piece[name]
             batch["response"][row, at : at + size] = number
-            lengths[row, column] = size
+            lengths[row, column], prompts[row, column] = size, piece["prompt_len"]
             number, at = number + 1, at + size
-    return {**batch, "seq_lens": lengths}
+    return {**batch, "seq_lens": lengths, "prompt_lens": prompts}

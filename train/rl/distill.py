@@ -23,7 +23,7 @@ from train.loop import precision, to_device
 from train.rl.batch import Batch, Scored, Shape, batches
 
 # Of the tensors of a batch, those that `model.losses` takes.
-INPUTS = ("input_ids", "labels", "seq_lens", "routing")
+INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")
 
 
 class DistillationObjective:

@@ -131,6 +131,21 @@ def test_stale_tokens_are_not_taught(make_policy) -> None:
     assert batches(scored, scored.informative, policy.shape, version=9)[1]["stale_tokens"] == all_taught
 
 
+def test_stale_beginnings_do_not_move_the_end_of_the_prompt(make_policy) -> None:
+    """The decoder's windows begin with the last tokens of the prompt, whichever tokens of the response are taught."""
+    policy = make_policy("runtime.decoder_replay=true", "rl.staleness=0")
+    settings, text = policy.run.config.rl, policy.run.model_config.text
+    scored = score(policy.collector.collect(), settings.length, settings.trained)
+    for sample in (response.sample for response in scored.responses):
+        assert len(sample.request.prompt) > text.sliding_window
+        sample.versions = [0 if n < 3 else 1 for n in range(len(sample.tokens))]
+    made, counts = batches(scored, scored.informative, policy.shape, version=1)
+    assert counts["stale_tokens"] > 0
+    for batch in made:
+        seen = rl.log_probs_under(policy.run.model, batch, settings.temperature, replay=True)
+        assert (seen - batch["behaviour"])[batch["labels"] >= 0].abs().max() < 1e-4
+
+
 def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:
     config = make_rl("checkpoint.export=plain", "rl.loss.kl=0.01")
     rl.run(config)
