@@ -34,7 +34,8 @@ class RlConfig:
 
     tasks: Annotated[list[RlTask], Field(min_length=1)]
     efforts: list[Effort]  # every prompt is asked under each of them, by number or name
-    samples: list[Positive]  # responses to a prompt under each effort (the report's M_b), in the order of the efforts
+    # Responses to a prompt under each effort (the report's M_b), in the order of the efforts.
+    samples: Annotated[list[Positive], Field(min_length=1)]
     prompts: Positive  # in a step, over all processes
     max_tokens: Annotated[int, Field(ge=2)]  # of a response; one that is longer is cut and gets no reward
     temperature: Annotated[float, Field(gt=0)]
@@ -80,7 +81,7 @@ class RlConfig:
         if len(self.samples) != len(self.efforts):
             rule = f"must have one number for each of the {len(self.efforts)} efforts"
             yield f"samples = {self.samples}: {rule}. Give as many"
-        if min(self.samples) < 2:
+        if kind == "rl" and min(self.samples) < 2:
             yield f"samples = {self.samples}: a response alone has no other to be compared with. Give 2 or more"
         if self.prompts % ranks:
             yield f"prompts = {self.prompts}: must be a multiple of parallel.data_parallel = {ranks}. Choose one"

@@ -205,7 +205,8 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
     mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * (most - len(mine))]]
     if policy.reference is not None:
         for batch in mine:
-            batch["reference"] = log_probs_under(policy.reference, batch, settings.temperature)
+            with precision(run):
+                batch["reference"] = log_probs_under(policy.reference, batch, settings.temperature)
     names = PolicyObjective.NAMES if policy.teachers is None else DistillationObjective.NAMES
     met: Counter[str] = Counter(dict.fromkeys(names, 0.0))
     losses = losses_of(policy, met) if policy.teachers is None else policy.teachers.losses_of(met)
