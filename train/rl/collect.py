@@ -140,14 +140,7 @@ class Collector:
     def requests(self, group: Subgroup) -> list[Request]:
         """One for each response. The draws depend on the subgroup's number and the member, not on who runs them."""
         plan = self.plan
-        prompt = tuple(prompt_ids(self.tokenizer, messages_of(group.record), thinking=True, effort=group.effort))
-        room = plan.max_length - len(prompt)
-        if room < plan.max_tokens:
-            raise InputError(
-                f"rl.tasks: a prompt has {len(prompt)} tokens, its response up to rl.max_tokens = {plan.max_tokens}: "
-                f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or leave it out: "
-                f"{str(group.record)[:200]}"
-            )
+        prompt = encoded(group.record, group.effort, plan, self.tokenizer)
         stop = frozenset([self.eos])
         seeds = (draw_seed(plan.seed, group.number, member) for member in range(group.size))
         return [Request(prompt, plan.max_tokens, plan.temperature, seed=seed, stop=stop) for seed in seeds]
@@ -201,6 +194,18 @@ class Collector:
         self.rollout.load_state_dict(state["rollout"])
         for group in self.ready:
             self._grade(group)
+
+
+def encoded(record: dict[str, Any], effort: int, plan: Plan, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of a record's prompt. Raises DataError for a malformed one, InputError for one that is too long."""
+    prompt = tuple(prompt_ids(tokenizer, messages_of(record), thinking=True, effort=effort))
+    if plan.max_length - len(prompt) < plan.max_tokens:
+        raise InputError(
+            f"rl.tasks: a prompt has {len(prompt)} tokens, its response up to rl.max_tokens = {plan.max_tokens}: "
+            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or leave it out: "
+            f"{str(record)[:200]}"
+        )
+    return prompt
 
 
 def draw_seed(*key: int) -> int:

@@ -34,7 +34,7 @@ from train.loop import Interrupted, NonFiniteError, precision, resume, save, sto
 from train.metrics import Silent
 from train.pretrain import announce, begin, find_state, only_process_in, report_files, save_settings
 from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
-from train.rl.collect import Collector, Plan, Subgroup
+from train.rl.collect import Collector, Plan, Subgroup, encoded
 from train.rl.distill import DistillationObjective, Teachers
 from train.rl.objective import PolicyObjective
 from train.rl.prompts import Prompts
@@ -116,8 +116,12 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
         rank=run.world.rank,
         ranks=run.world.size,
     )
-    prompts = Prompts([task.prompts for task in settings.tasks], config.seed)
-    held_out = Prompts([task.held_out or task.prompts for task in settings.tasks], "held out")
+
+    def check(record: dict[str, Any]) -> None:
+        encoded(record, max(plan.efforts), plan, run.tokenizer)
+
+    prompts = Prompts([task.prompts for task in settings.tasks], config.seed, check)
+    held_out = Prompts([task.held_out or task.prompts for task in settings.tasks], "held out", check)
     shape = Shape(
         seq_len=config.task.seq_len,
         rows=config.task.micro_batch,

@@ -320,12 +320,26 @@ def test_the_section_is_for_its_task_only(make_config) -> None:
         make_config(f"rl={given}")
 
 
-def test_a_prompt_that_does_not_fit_a_row_is_named(make_policy, prompts: Path, tmp_path: Path) -> None:
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 200}) + "\n")
-    task = f"{{prompts: '{tmp_path}/long.jsonl', reward: '{prompts}/grade.py:grade'}}"
-    policy = make_policy(f"rl.tasks=[{task}]")
-    with pytest.raises(ValueError, match="a prompt has .* tokens.*Raise task.seq_len or leave it out: .*word"):
-        policy.collector.collect()
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "word " * 200}, "rl.tasks: a prompt has .* tokens.*Raise task.seq_len or leave it out: .*word"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "must end with"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
+        ({"prompt": " "}, "empty message"),
+    ],
+)
+@pytest.mark.parametrize("key", ["prompts", "held_out"])
+def test_prompts_that_cannot_be_asked_are_named_at_the_start(
+    make_policy, prompts: Path, tmp_path: Path, key: str, record: dict, message: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps(record) + "\n")
+    files = {"prompts": prompts / "prompts.jsonl", "held_out": prompts / "prompts.jsonl", key: path}
+    task = "{{prompts: '{prompts}', held_out: '{held_out}', reward: '{grade}:grade'}}"
+    task = task.format(**files, grade=prompts / "grade.py")
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}:2: .*{message}"):
+        make_policy(f"rl.tasks=[{task}]")
 
 
 def test_the_state_of_a_collector_is_independent_of_the_one_it_was_taken_from(make_policy) -> None:
