@@ -2,7 +2,7 @@
 
 A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
 thread that leaves a sign of life in the store the processes met in, and looks at the others: at those of its own host
-by their process id, and rank 0 at all by their signs of life.
+by their process id, rank 0 at all by their signs of life, and rank 1 at rank 0 by those.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class Watch(threading.Thread):
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
         gone = [rank for rank in self.neighbours if not _lives(int(self.places[rank][1]))]
-        if not gone and self.rank == 0:
-            gone = [rank for rank in range(1, self.size) if self._silent(rank)]
+        if not gone and self.rank < 2:  # whose store lives on where a launcher holds it
+            others = range(1, self.size) if self.rank == 0 else [0]
+            gone = [rank for rank in others if self._silent(rank)]
         if not gone:
             return None
         time.sleep(BEAT / 2)  # one that ended by itself has left word

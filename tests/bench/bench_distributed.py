@@ -30,7 +30,7 @@ from train.loop import train_step
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import Group  # noqa: E402
 
-CALLS = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast")
+CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "broadcast")
 
 
 class Clock:

@@ -50,7 +50,7 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
     said = re.search(r"error: (.*)", first.output).group(1)
     assert said.startswith(f"rank 1 (process {victim.pid} on ") and "is gone" in said
 
-    with start(corpus, "broken", 2, "ep2") as group:  # from step 2 or 4
+    with start(corpus, "broken", 2, "ep2", "checkpoint.asynchronous=true") as group:  # from step 2 or 4
         group.wait_for("step=6 ")
         group.processes[1].send_signal(signal.SIGTERM)
         first, second = group.finish()

@@ -130,6 +130,14 @@ def test_a_silent_rank_is_named_to_all(watches) -> None:
     assert first.speaks() and not second.speaks()
 
 
+def test_a_silent_rank_0_is_named_by_rank_1(watches) -> None:
+    """A launcher may hold the store, and then it answers whatever becomes of rank 0."""
+    silent, second, third = watches(3)
+    second.start(), third.start()
+    assert second.verdict(10) == third.verdict(10) == f"{silent.name_of(0)} is gone"
+    assert second.speaks() and not third.speaks()
+
+
 def test_a_dead_process_is_named_by_its_neighbours(watches) -> None:
     first, second = watches(2)
     child = subprocess.Popen([sys.executable, "-c", ""])
