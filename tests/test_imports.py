@@ -14,6 +14,7 @@ ALLOWED = {"train": PACKAGES, "model": {"model"}, "optim": {"optim"}, "data": {"
 ONLY_IN = {
     "wandb": {"train/metrics.py"},
     "deepspeed": {"train/engine.py"},
+    "httpx2": {"train/servers.py"},
     "transformers": {"model/huggingface.py"},
     "peft": {"train/lora.py"},
     "hydra": {"train/__main__.py", "train/config.py", "train/study.py"},

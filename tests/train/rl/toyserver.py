@@ -40,7 +40,7 @@ class Fault:
 
 
 class ToyServer:
-    """Serves from its construction until ``close``. bodies: of all completions asked for, paths: of all requests.
+    """Serves from its construction until ``close``. bodies, times: of completions asked for. paths: of all requests.
 
     fault: (number of the completion, its body) -> what goes wrong with it. version: told instead of the loaded one.
     seconds: between two tokens.
@@ -49,6 +49,7 @@ class ToyServer:
     def __init__(self, port: int = 0, key: str | None = None, seconds: float = 0.0):
         self.key, self.seconds = key, seconds
         self.bodies: list[dict[str, Any]] = []
+        self.times: list[float] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.fault: Callable[[int, dict[str, Any]], Fault | None] = lambda number, body: None
@@ -154,6 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             said = f"wrong key in {self.headers.get('Authorization')}"
             self._answer(401, {"error": {"message": said}})
         else:
+            toy.times.append(time.monotonic())
             toy.bodies.append(body)
             self._complete(body, toy.fault(len(toy.bodies) - 1, body) or Fault())
 
