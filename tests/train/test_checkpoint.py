@@ -208,9 +208,11 @@ def test_another_format_is_refused_by_number(tmp_path: Path) -> None:
 
 def test_background_write_is_the_same_as_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the files are written; what is written is what was there."""
-    parts, at_work, go_on = objects(), threading.Event(), threading.Event()
+    parts, gates = objects(), [(threading.Event(), threading.Event()) for _ in range(2)]
+    turns = iter(gates)
 
     def slow(files: dict) -> None:
+        at_work, go_on = next(turns)
         at_work.set()
         assert go_on.wait(60)
         write(files)
@@ -219,7 +221,7 @@ def test_background_write_is_the_same_as_of_that_moment(tmp_path: Path, monkeypa
     save(tmp_path / "plain", **parts)
     monkeypatch.setattr(storage, "write_files", slow)
     with Background() as background:
-        for step in (1, 2):
+        for step, (at_work, go_on) in enumerate(gates, 1):
             final = save(tmp_path / "background", step, background=background, **parts)
             assert at_work.wait(60) and not final.exists()
             background.check()
