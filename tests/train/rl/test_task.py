@@ -359,6 +359,18 @@ def test_the_state_of_a_collector_is_independent_of_the_one_it_was_taken_from(ma
     ]
 
 
+def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_policy) -> None:
+    policy = make_policy()
+    folder = policy.run.config.run_dir / "rollout"
+    folder.mkdir(parents=True)
+    for rank, begun in enumerate((5, 4)):  # of two efforts: prompts 0, 2, 4 there, 1, 3 here
+        torch.save({"ranks": 2, "next": begun}, rl.rollout_file(folder, 3, rank))
+    policy.collector.load_state_dict(rl.read_rollout(policy, State(step=3)))
+    numbers = [group.number for group in policy.collector.collect()]
+    assert min(numbers) // 2 in (5, 6) and len(numbers) == 4
+    assert "responses begun by 2 processes are given up" in policy.run.notes[-1]
+
+
 def test_state_counts_tokens_of_all_responses(make_policy) -> None:
     policy, state = make_policy(), State()
     groups = policy.collector.collect()
