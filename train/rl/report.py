@@ -17,9 +17,10 @@ class RlReporter(Reporter):
 
     def step(self, record: dict[str, Any]) -> None:
         self.log(step_line(record))
+        before = next((other["tokens"] for other in reversed(self.records) if other["kind"] == "train"), 0)
         self._record({"kind": "train", **record})
         if self.bar is not None:
-            speed = record["tokens"] / max(record["seconds"], 1e-9)
+            speed = (record["tokens"] - before) / max(record["seconds"], 1e-9)
             self.bar.update(
                 self.task, completed=min(record["tokens"], self.total_tokens), loss=record.get("loss", 0.0), speed=speed
             )
