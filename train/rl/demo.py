@@ -4,12 +4,12 @@
 
 The task (``train.rl.tasks.highest``) is to name the highest of twelve digits. The conversations reason in this way:
 
-    52g:a3b3c4d4e4f9g9        effort 52; look as far as g; the highest digit up to a, up to b, ...
+    052g:a3b3c4d4e4f9g9       effort 52; look as far as g; the highest digit up to a, up to b, ...
 
 and answer with the highest digit that was seen. How far to look is drawn at random and only leans towards the effort,
-which itself is drawn from 1 to 100. An answer after two digits is usually wrong, one after all twelve is right. So the
-fine-tuned model has the habits, sloppy and careful, and a faint idea that a higher number means more. Which habit pays
-at which effort is left to reinforcement learning.
+which itself is drawn from 1 to 100, more often one of those with a name. An answer after two digits is usually wrong,
+one after all twelve is right. So the fine-tuned model has the habits, sloppy and careful, and a faint idea that a
+higher number means more. Which habit pays at which effort is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.chat import EFFORT_LINE
+from data.chat import EFFORT_LINE, EFFORTS
 from data.tokenizer import CONTROL_TOKENS
 from model import ModelConfig, build_model, save_pretrained
 from train.build import fit_to_tokenizer
@@ -32,12 +32,14 @@ from train.config import CONF_DIR
 from train.rl.tasks import highest
 
 CONVERSATIONS = 15_000
-LEANING = 0.6  # of the share of the digits looked at, between the lowest and the highest effort; the rest is chance
+LEANING = 0.7  # of the share of the digits looked at, between the lowest and the highest effort; the rest is chance
+NAMED = 0.3  # share of the conversations whose effort is one of those with a name; the others' is any number
 
 
 def conversation(draw: random.Random) -> dict[str, Any]:
     """A record of the task, reasoned about and answered."""
-    record, effort = highest(draw), draw.randint(1, 100)
+    record = highest(draw)
+    effort = draw.choice(list(EFFORTS.values())) if draw.random() < NAMED else draw.randint(1, 100)
     items = [record["prompt"][at : at + 2] for at in range(0, len(record["prompt"]), 2)]
     items = [item for item in items if item[0] in string.ascii_lowercase]
     share = draw.uniform(0, 1) + LEANING * (effort - 50.5) / 100
@@ -45,7 +47,7 @@ def conversation(draw: random.Random) -> dict[str, Any]:
     seen = [int(digit) for _, digit in items[:count]]
     steps = [letter + str(max(seen[: n + 1])) for n, (letter, _) in enumerate(items[:count])]
     answer = {"role": "assistant", "content": str(max(seen))}
-    answer["reasoning_content"] = f"{effort}{items[count - 1][0]}:{''.join(steps)}"
+    answer["reasoning_content"] = f"{effort:03d}{items[count - 1][0]}:{''.join(steps)}"
     return {"messages": [{"role": "user", "content": record["prompt"]}, answer], "effort": effort, "thinking": True}
 
 

@@ -20,7 +20,7 @@ def test_conversations_reason_as_described_and_answer_what_they_saw() -> None:
         read_conversation(record, "made", number)
         question, answer = record["messages"]
         items = re.findall(r"([a-l])(\d)", question["content"])
-        effort, last, steps = re.fullmatch(r"(\d+)([a-l]):((?:[a-l]\d)+)", answer["reasoning_content"]).groups()
+        effort, last, steps = re.fullmatch(r"(\d{3})([a-l]):((?:[a-l]\d)+)", answer["reasoning_content"]).groups()
         count = len(steps) // 2
         assert int(effort) == record["effort"] and "".join(letter for letter, _ in items) == "abcdefghijkl"
         highest = [max(digit for _, digit in items[: n + 1]) for n in range(count)]
