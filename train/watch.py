@@ -41,6 +41,7 @@ class Watch(threading.Thread):
         self.lost: str | None = None
         self._found, self._closed = threading.Event(), threading.Event()
         self._beats: dict[int, tuple[bytes, float]] = {}
+        self._unanswered = 0  # beats since the store's last answer; no clock, which goes on in a suspended job
         store.set(f"where/{rank}", self.me)
         store.set(f"beat/{rank}", "0")
         self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
@@ -49,23 +50,35 @@ class Watch(threading.Thread):
         self.neighbours = [r for r, (there, pid) in enumerate(self.places) if there == host and _lives(int(pid))]
 
     def run(self) -> None:
-        count = failures = 0
+        threading.Thread(target=self._ask, name="watch's questions", daemon=True).start()
         while self.lost is None:
             if self._closed.wait(BEAT):
                 return
-            count += 1
-            try:
-                self.store.set(f"beat/{self.rank}", str(count))
-                self.lost, failures = self._look(), 0
-            except RuntimeError:
-                failures += 1
-                if failures == FAILURES:
-                    holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name_of(0)
-                    self.lost = f"{holder} no longer answers"
+            self._unanswered += 1
+            if self._unanswered * BEAT > SILENCE:
+                self.lost = self._store_is_lost()
         self._found.set()
         if not self._closed.wait(GRACE):  # the main thread waits for a collective that nobody will answer
             self.say()
             os._exit(LOST)
+
+    def _ask(self) -> None:
+        """In a thread of its own, for a store whose host is gone or hangs never answers, whatever its timeout."""
+        count = failures = 0
+        while self.lost is None and not self._closed.wait(BEAT):
+            count += 1
+            try:
+                self.store.set(f"beat/{self.rank}", str(count))
+                self.lost = self._look() or self.lost
+                self._unanswered = failures = 0
+            except RuntimeError:
+                failures += 1
+                if failures == FAILURES:
+                    self.lost = self._store_is_lost()
+
+    def _store_is_lost(self) -> str:
+        holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name_of(0)
+        return f"{holder} no longer answers"
 
     def leave_word(self, reason: str) -> None:
         """Tell the others why this process ends."""

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,16 @@ def test_a_silent_rank_0_is_named_by_rank_1(watches) -> None:
     second.start(), third.start()
     assert second.verdict(10) == third.verdict(10) == f"{silent.name_of(0)} is gone"
     assert second.speaks() and not third.speaks()
+
+
+def test_a_store_that_hangs_is_noticed(watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose host has lost its power: no call returns or fails."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    _, second = watches(2)
+    second.store = SimpleNamespace(set=lambda *_: threading.Event().wait())
+    second.start()
+    assert second.verdict(10) == f"{second.name_of(0)} no longer answers"
+    assert second.speaks()
 
 
 def test_a_dead_process_is_named_by_its_neighbours(watches) -> None:
