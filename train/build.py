@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -71,7 +73,7 @@ def build(config: Config, world: World | None = None) -> Run:
         ConfigError: tokenizer and model do not fit.
         ValueError: the data cannot be read (with file, line and reason), or the rules miss a parameter.
     """
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed)
     world = world or World(pick_device(config.parallel.device))
     tokenizer = load_tokenizer(config.data)
     given = ModelConfig.from_dict(config.model)
@@ -126,6 +128,13 @@ def open_data(
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return train_batches, valid_batches
+
+
+def seed_everything(seed: int) -> None:
+    """Put all random generators of this process where the seed says."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:
