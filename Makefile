@@ -14,7 +14,7 @@ STUDIES = optimizers methods indexer balance qat
 help:
 	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
 	@echo "make sft-demo | lora-demo | vision-demo  fine-tune on a small task: all weights, adapters, images (minutes each)"
-	@echo "make rl-demo fine-tune a small model to reason, then reinforcement learning at four efforts (20 minutes)"
+	@echo "make rl-demo fine-tune a small model to reason, then reinforcement learning at four efforts (6 minutes)"
 	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test    run the quick tests"
 	@echo "make interop install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute (3 minutes)"
