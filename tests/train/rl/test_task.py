@@ -255,7 +255,7 @@ def test_a_step_in_which_nothing_differs_updates_nothing_and_counts(make_rl, pro
     (tmp_path / "same.py").write_text("def grade(record, answer, reasoning):\n    return 1.0\n")
     task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/same.py:grade'}}"
     free = "rl.length={c_max: 0.5, k0: 0.0, l_norm: 16.0, spread: 1.0}"
-    config = make_rl("name=same", f"rl.tasks=[{task}]", free, "rl.max_tokens=2", "task.tokens=600")
+    config = make_rl("name=same", f"rl.tasks=[{task}]", free, "rl.max_tokens=2", "task.tokens=1300")
     rl.run(config)
     steps = [record for record in records(config) if record["kind"] == "train"]
     assert all(step["skipped"] == step["subgroups"] == 4 and "loss" not in step for step in steps) and len(steps) > 1
