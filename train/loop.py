@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -196,11 +196,7 @@ def train(run: Run, state: State, report: Reporter) -> None:
             if done or state.step % saving.every == 0:
                 save(run, state, background)
         if state.tokens < task.tokens:
-            where = f"state saved in {save(run, state, background)}" if state.step else "nothing trained yet"
-            if background:
-                background.wait()
-            cause = next(filter(None, world.gather("".join(received[:1]))))
-            raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
+            stop(run, state, received, save, background)
 
 
 def save(run: Run, state: State, background: Background | None = None) -> Path:
@@ -276,6 +272,25 @@ def stop_signals() -> Iterator[list[str]]:
         for number, handler in before.items():
             if not ends or number == signal.SIGINT:
                 signal.signal(number, handler)
+
+
+def stop(
+    run: Run,
+    state: State,
+    received: list[str],
+    save: Callable[[Run, State, Background | None], Path],
+    background: Background | None,
+) -> NoReturn:
+    """Save by ``save`` what a run has that was asked to stop before its end. All ranks call it together.
+
+    Raises:
+        Interrupted: in the end, naming the signal that any rank received.
+    """
+    where = f"state saved in {save(run, state, background)}" if state.step else "nothing trained yet"
+    if background:
+        background.wait()
+    cause = next(filter(None, run.world.gather("".join(received[:1]))))
+    raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
 
 
 def _sum(items: Iterator[Any]) -> Any:

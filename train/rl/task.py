@@ -30,7 +30,7 @@ from train.checkpoint import Background, CheckpointError, State
 from train.config import Config
 from train.engine import launch
 from train.errors import given
-from train.loop import Interrupted, NonFiniteError, precision, resume, save, stop_signals, to_device, train_step
+from train.loop import Interrupted, NonFiniteError, precision, resume, save, stop, stop_signals, to_device, train_step
 from train.metrics import Silent
 from train.pretrain import announce, begin, find_state, only_process_in, report_files, save_settings
 from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
@@ -187,11 +187,7 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
             if done or state.step % saving.every == 0:
                 save_all(policy, state, background)
         if state.tokens < task.tokens:
-            where = f"state saved in {save_all(policy, state, background)}" if state.step else "nothing trained yet"
-            if background:
-                background.wait()
-            cause = next(filter(None, run.world.gather("".join(received[:1]))))
-            raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
+            stop(run, state, received, lambda _, *rest: save_all(policy, *rest), background)
 
 
 def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,9 @@ from model import save_pretrained
 from train import pretrain
 from train.build import build
 from train.config import Config, parse
+from train.pretrain import begin
+from train.rl import task as rl
+from train.rl.rewards import Rewards
 
 GRADE = '''
 def grade(record, answer, reasoning):
@@ -91,3 +94,19 @@ def rl_overrides(overrides, checkpoint_folder: Path, prompts: Path, tmp_path: Pa
 def make_rl(compose_raw, rl_overrides: list[str]) -> Callable[..., Config]:
     """``make_rl("key=value", ...)``: the configuration of ``rl_overrides`` with changes."""
     return lambda *changes: parse(compose_raw(*rl_overrides, *changes))
+
+
+@pytest.fixture
+def policy_of() -> Iterator[Callable[[Config], rl.Policy]]:
+    """``policy_of(config)``: the objects of a run that has not begun."""
+    pools: list[Rewards] = []
+
+    def make(config: Config) -> rl.Policy:
+        run = build(config)
+        begin(run)
+        pools.append(Rewards([task.reward for task in config.rl.tasks], 1, config.rl.reward_seconds))
+        return rl.make_policy(run, pools[-1], None)
+
+    yield make
+    for pool in pools:
+        pool.close()

@@ -19,10 +19,8 @@ from train.build import build
 from train.checkpoint import State
 from train.config import Config, ConfigError
 from train.loop import train_step
-from train.pretrain import begin
 from train.rl import task as rl
 from train.rl.batch import score
-from train.rl.rewards import Rewards
 
 
 def changed(source: Path, target: Path, noise: float, seed: int) -> Path:
@@ -55,19 +53,8 @@ def make_distill(make_rl, prompts: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def make_policy(make_distill):
-    pools: list[Rewards] = []
-
-    def make(names: list[Path], *changes: str) -> rl.Policy:
-        config = make_distill(names, *changes)
-        run = build(config)
-        begin(run)
-        pools.append(Rewards([task.reward for task in config.rl.tasks], 1, config.rl.reward_seconds))
-        return rl.make_policy(run, pools[-1], None)
-
-    yield make
-    for pool in pools:
-        pool.close()
+def make_policy(make_distill, policy_of):
+    return lambda *arguments: policy_of(make_distill(*arguments))
 
 
 def steps(config: Config) -> list[dict]:

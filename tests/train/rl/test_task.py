@@ -21,24 +21,12 @@ from train.pretrain import begin
 from train.rl import task as rl
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
-from train.rl.rewards import Rewards
 
 
 @pytest.fixture
-def make_policy(make_rl):
+def make_policy(make_rl, policy_of):
     """``make_policy("key=value", ...)``: the objects of a run that has not begun."""
-    pools: list[Rewards] = []
-
-    def make(*changes: str) -> rl.Policy:
-        config = make_rl(*changes)
-        run = build(config)
-        begin(run)
-        pools.append(Rewards([task.reward for task in config.rl.tasks], 1, config.rl.reward_seconds))
-        return rl.make_policy(run, pools[-1], None)
-
-    yield make
-    for pool in pools:
-        pool.close()
+    return lambda *changes: policy_of(make_rl(*changes))
 
 
 def records(config: Config) -> list[dict]:
