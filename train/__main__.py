@@ -13,7 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from train import config, convert, merge, plan, pretrain
-from train.engine import LAUNCHERS
+from train.engine import LAUNCHERS, run_to_the_end
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
 from train.rl import task as rl
@@ -67,4 +67,4 @@ def fail(code: int, error: Exception, told: bool | None = None) -> None:
 if __name__ == "__main__":
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
     sys.argv[1:] = config.open_overrides(given)
-    main()
+    run_to_the_end(main)

@@ -10,10 +10,13 @@ Ranks that split the experts or the tables are consecutive, ranks that hold the 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -201,6 +204,28 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
                 raise ConfigError([f"{rule}. Start them by torchrun, or see slurm/"])
             return Place(rank, size, int(environment[names[2]]))
     return Place()
+
+
+def run_to_the_end(main: Callable[[], None]) -> None:
+    """Call ``main``, the whole program, and end the process. One of several ends with all that Python does at its end
+    except taking itself apart: a thread of gloo or of the store that comes back to Python during that, if only to drop
+    a tensor, aborts the process.
+    """
+    if all(os.environ.get(size, "1") == "1" for _, size, _ in LAUNCHERS):
+        main()
+        return
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def pick_device(name: str, place: Place = Place()) -> torch.device:  # noqa: B008

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 
 from train.build import build
 from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import find_place, launch
+from train.engine import find_place, launch, run_to_the_end
 from train.loop import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_the_end(main)

@@ -24,7 +24,7 @@ from model.parallel import Parallel, Ranks
 from tests.distributed.ranks import Group
 from train.build import Run, build
 from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import World, launch
+from train.engine import World, launch, run_to_the_end
 from train.loop import to_device, train_step
 from train.plan import plan
 
@@ -165,6 +165,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        rank_main(Path(sys.argv[1]))
+        run_to_the_end(lambda: rank_main(Path(sys.argv[1])))
     else:
         main()

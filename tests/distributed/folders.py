@@ -29,7 +29,7 @@ from optim import Optimizer, Rule, assign  # noqa: E402
 from train import checkpoint, storage  # noqa: E402
 from train.build import Run, build, place_of  # noqa: E402
 from train.checkpoint import Background, State  # noqa: E402
-from train.engine import World, find_place, launch  # noqa: E402
+from train.engine import World, find_place, launch, run_to_the_end  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [
@@ -292,14 +292,14 @@ CORPUS: list[Path] = []
 
 def run(folder: Path, corpus: Path, jobs: list[str]) -> None:
     CORPUS[:] = [corpus]
-    for job in jobs:
-        what, layout, *rest = job.split(":")
-        JOBS[what](folder, layout, *(int(part) if part.isdigit() else part for part in rest))
-        print(f"done {job}", flush=True)
+    WORLD[0] = launch(steps.configure("passes", find_place().size, 1, corpus).parallel)
+    with WORLD[0].together():
+        for job in jobs:
+            what, layout, *rest = job.split(":")
+            JOBS[what](folder, layout, *(int(part) if part.isdigit() else part for part in rest))
+            print(f"done {job}", flush=True)
 
 
 if __name__ == "__main__":
     where, texts = map(Path, sys.argv[1:3])
-    WORLD[0] = launch(steps.configure("passes", find_place().size, 1, texts).parallel)
-    with WORLD[0].together():
-        run(where, texts, sys.argv[3:])
+    run_to_the_end(lambda: run(where, texts, sys.argv[3:]))

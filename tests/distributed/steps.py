@@ -16,7 +16,7 @@ from model import Losses, Totals
 from model.parallel import Parallel
 from train.build import Run, build
 from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import World, _groups, find_place, launch
+from train.engine import World, _groups, find_place, launch, run_to_the_end
 from train.loop import NonFiniteError, train_step
 from train.lora import save_adapter
 
@@ -172,4 +172,4 @@ def main(folder: Path, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_to_the_end(lambda: main(Path(sys.argv[1]), sys.argv[2:]))

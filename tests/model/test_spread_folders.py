@@ -78,10 +78,13 @@ def anonymous_mib() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by /proc")
 def test_memory_beside_the_model_is_a_few_blocks(tmp_path, monkeypatch) -> None:
-    """Of 129 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it."""
+    """Of 129 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it, which the C
+    library keeps for a while. A copy of the table would be more than the limit.
+    """
     built = tiny_model(engram=True, engram_num_embeddings=[2**19 + 7, 1000], engram_head_dim=64)
     size = sum(parameter.numel() * 4 for parameter in built.parameters()) / 2**20
     assert size > 128
+    limit = 96
     peak = [0.0]
     original = model.released.row_blocks
 
@@ -96,7 +99,7 @@ def test_memory_beside_the_model_is_a_few_blocks(tmp_path, monkeypatch) -> None:
     for format in ("released", "plain"):
         peak[0] = before = anonymous_mib()
         save_pretrained(built, tmp_path / format, format=format)
-        assert peak[0] - before < 64, f"saving took {peak[0] - before:.0f} MiB"
+        assert peak[0] - before < limit, f"saving took {peak[0] - before:.0f} MiB"
         peak[0] = before = anonymous_mib()
         load_weights(built, tmp_path / format)
-        assert peak[0] - before < 64, f"loading took {peak[0] - before:.0f} MiB"
+        assert peak[0] - before < limit, f"loading took {peak[0] - before:.0f} MiB"
