@@ -21,6 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psutil
+
 from train.errors import InputError
 
 START_SECONDS = 120.0  # for the imports of a reward module
@@ -127,11 +129,17 @@ class _Worker:
             [sys.executable, str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what it started ends with it
+            start_new_session=True,  # a process group of its own, see `_end`
         )
         self._write({"path": [entry or os.getcwd() for entry in sys.path], "functions": self.functions})
 
     def _end(self) -> None:
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.process.pid).children(recursive=True)  # some may have left the process group
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -54,7 +54,7 @@ def letters(draw: random.Random) -> dict[str, Any]:
 
 def exact(record: dict[str, Any], answer: str, reasoning: str) -> float:
     """1 for the record's `solution` and nothing else around it but white space."""
-    return float(answer.strip() == record["solution"])
+    return float(answer.strip() == str(record["solution"]))
 
 
 def _value(text: str) -> int:

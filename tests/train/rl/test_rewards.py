@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from train.errors import InputError
@@ -14,16 +19,24 @@ from train.rl import tasks
 from train.rl.rewards import Outcome, Rewards
 
 MODULE = '''
-import os, subprocess, sys, time
+from __future__ import annotations
+import dataclasses, os, subprocess, sys, time
+import numpy
+
+@dataclasses.dataclass
+class Known:  # needs its module to be found by name
+    half: float = 0.5
 
 def grade(record, answer, reasoning):
     do = record["do"]
     if do == "hang":
         time.sleep(60)
     if do == "hang with a child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        open(record["file"], "w").write(str(child.pid))
-        child.wait()
+        children = [subprocess.Popen(["sleep", "60"], start_new_session=apart) for apart in (False, True)]
+        open(record["file"], "w").write(" ".join(str(child.pid) for child in children) + "\\n")
+        time.sleep(60)
+    if do == "fork" and not os.fork():
+        return 100.0
     if do == "crash":
         os._exit(3)
     if do == "exit":
@@ -35,7 +48,9 @@ def grade(record, answer, reasoning):
         os.system("echo noise")
     if do == "read":
         return float(sys.stdin.read() == "")
-    known = {"half": 0.5, "nan": float("nan"), "text": "1", "none": None, "print": 0.25, "true": True}
+    if do == "numpy":
+        return numpy.float32(Known().half)
+    known = {"half": 0.5, "fork": 1, "nan": float("nan"), "text": "1", "none": None, "print": 0.25, "true": True}
     return known.get(do, len(answer))
 
 def other(record, answer, reasoning):
@@ -65,11 +80,12 @@ def graded(pool: Rewards, *kinds: str, **more: str) -> list[Outcome]:
 
 
 def test_rewards_come_back_in_order_from_every_function(pool: Rewards) -> None:
-    outcomes = graded(pool, "half", "length", "true", *["half"] * 20)
-    assert [outcome.reward for outcome in outcomes] == [0.5, 4, 1, *[0.5] * 20]
+    outcomes = graded(pool, "half", "length", "true", "numpy", *["half"] * 20)
+    assert [outcome.reward for outcome in outcomes] == [0.5, 4, 1, 0.5, *[0.5] * 20]
     assert pool.submit(1, {}, "a", "abc").result() == Outcome(3.0)
     assert pool.submit(2, {"solution": "7"}, " 7\n", "").result() == Outcome(1.0)
     assert pool.submit(2, {"solution": "7"}, "77", "").result() == Outcome(0.0)
+    assert pool.submit(2, {"solution": 7}, "7", "").result() == Outcome(1.0)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +110,44 @@ def test_what_a_function_prints_or_reads_is_not_mistaken_for_an_answer(pool: Rew
     assert graded(pool, "print", "read", "half") == [Outcome(0.25), Outcome(1.0), Outcome(0.5)]
 
 
+def test_a_copy_of_the_process_that_returns_too_answers_nothing(pool: Rewards) -> None:
+    outcomes = graded(pool, *["fork"] * 4, *["length"] * 20)
+    assert [outcome.reward for outcome in outcomes] == [1] * 4 + [4] * 20
+
+
+def has_ended(pid: int) -> bool:
+    """Waits a while for it."""
+    for _ in range(200):
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.05)
+                continue
+        return True
+    return False
+
+
 def test_a_hanging_function_ends_with_all_that_it_started(pool: Rewards, tmp_path: Path) -> None:
-    outcome, *_ = graded(pool, "hang with a child", file=str(tmp_path / "pid"))
+    outcome, *_ = graded(pool, "hang with a child", file=str(tmp_path / "pids"))
     assert outcome.failure == "time"
-    child = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
+    assert all(has_ended(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_nothing_hangs_on_when_the_trainer_is_killed(module: str, tmp_path: Path) -> None:
+    script = (
+        "import sys; from train.rl.rewards import Rewards\n"
+        f"Rewards(['{module}:grade'], 1, 600.0).submit(0, dict(do='hang with a child', file=sys.argv[1]), '', '')\n"
+        "sys.stdin.read()\n"
+    )
+    file = tmp_path / "pids"
+    trainer = subprocess.Popen([sys.executable, "-c", script, str(file)], stdin=subprocess.PIPE)
+    while trainer.poll() is None and not (file.exists() and file.read_text().endswith("\n")):
         time.sleep(0.05)
-    raise AssertionError("the child runs on")
+    inside = int(file.read_text().split()[0])
+    guard, worker = os.getpgid(inside), psutil.Process(inside).ppid()
+    trainer.kill()
+    trainer.wait()
+    assert all(has_ended(pid) for pid in (guard, worker, inside))
+    os.kill(int(file.read_text().split()[1]), signal.SIGKILL)  # in a session of its own, out of reach
 
 
 def test_a_process_that_cannot_start_again_costs_one_reward(tmp_path: Path) -> None:
