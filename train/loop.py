@@ -1,4 +1,4 @@
-"""The training loop. Read ``train_step`` first: it is the whole of an optimizer step."""
+"""The training loop. Read ``train_step`` first: it is the whole of an optimizer step; then ``train`` and ``repeat``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -170,33 +171,68 @@ def probe_recall(run: Run, batch: Batch) -> list[float | None]:
 
 
 def train(run: Run, state: State, report: Reporter) -> None:
-    """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
+    """Train on ``run.train_batches`` to the end of the run, see ``repeat``."""
+    batches = iter(run.train_batches)
+
+    def step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        if run.world.any(stopped()):
+            return None
+        started = time.perf_counter()
+        micro_batches = [to_device(next(batches), run.device) for _ in range(run.passes)]
+        waited = time.perf_counter() - started
+        numbers = train_step(run, micro_batches, state.step, state.tokens)
+        return _advance(run, state, numbers, waited, started)
+
+    repeat(run, state, report, step, lambda: evaluate(run), partial(save, run))
+
+
+def repeat(
+    run: Run,
+    state: State,
+    report: Reporter,
+    step: Callable[[Callable[[], bool]], dict[str, Any] | None],
+    evaluate: Callable[[], dict[str, Any]],
+    save: Callable[[State, Background | None], Path],
+    publish: Callable[[], None] = lambda: None,
+) -> None:
+    """The loop of every task: make steps until ``task.tokens``, evaluating and saving on the way.
+
+    Args:
+        step: makes a step, moves ``state`` past it and returns its record; or returns None, on all ranks, once what it
+            is given to call says on any of them that the run is to stop.
+        evaluate: the record of an evaluation.
+        save: writes the run state.
+        publish: called before the first step and after every one, as soon as the weights are new.
 
     Raises:
         Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C of any rank; all stop after the same step.
         NonFiniteError: the last saved state is the one before.
     """
-    task, saving, world = run.config.task, run.config.checkpoint, run.world
-    batches = iter(run.train_batches)
+    task, saving = run.config.task, run.config.checkpoint
+
+    def evaluated() -> dict[str, Any]:
+        result = evaluate()
+        report.evaluation({"step": state.step, "tokens": state.tokens, **result})
+        return result
+
     background = Background() if saving.asynchronous else None
     with stop_signals() as received, background or nullcontext():
+        publish()
         if state.first_valid is None:
-            state.first_valid = state.last_valid = _report_evaluation(run, state, report)
-        while state.tokens < task.tokens and not world.any(bool(received)):
-            started = time.perf_counter()
-            micro_batches = [to_device(next(batches), run.device) for _ in range(run.passes)]
-            waited = time.perf_counter() - started
-            numbers = train_step(run, micro_batches, state.step, state.tokens)
-            _advance(run, state, report, numbers, waited, started)
+            state.first_valid = state.last_valid = evaluated()
+        while state.tokens < task.tokens:
+            record = step(lambda: bool(received))
+            if record is None:
+                stop(run, state, received, save, background)
+            report.step(record)
             if background:
                 background.check()
+            publish()
             done = state.tokens >= task.tokens
             if done or state.step % task.eval_every == 0:
-                state.last_valid = _report_evaluation(run, state, report)
+                state.last_valid = evaluated()
             if done or state.step % saving.every == 0:
-                save(run, state, background)
-        if state.tokens < task.tokens:
-            stop(run, state, received, save, background)
+                save(state, background)
 
 
 def save(run: Run, state: State, background: Background | None = None) -> Path:
@@ -278,7 +314,7 @@ def stop(
     run: Run,
     state: State,
     received: list[str],
-    save: Callable[[Run, State, Background | None], Path],
+    save: Callable[[State, Background | None], Path],
     background: Background | None,
 ) -> NoReturn:
     """Save by ``save`` what a run has that was asked to stop before its end. All ranks call it together.
@@ -286,7 +322,7 @@ def stop(
     Raises:
         Interrupted: in the end, naming the signal that any rank received.
     """
-    where = f"state saved in {save(run, state, background)}" if state.step else "nothing trained yet"
+    where = f"state saved in {save(state, background)}" if state.step else "nothing trained yet"
     if background:
         background.wait()
     cause = next(filter(None, run.world.gather("".join(received[:1]))))
@@ -306,13 +342,13 @@ def _loss_sums(losses: Any) -> dict[str, torch.Tensor]:
     return {"total": losses.total.detach(), **{name: getattr(losses, name) for name in names}}
 
 
-def _advance(run: Run, state: State, report: Reporter, numbers: dict[str, Any], waited: float, started: float) -> None:
-    """Move the counters past a finished step and report it."""
+def _advance(run: Run, state: State, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
+    """Move the counters past a finished step; returns its record."""
     real = int(numbers["real"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
     queries, targets = numbers["index_queries"].clamp(min=1), int(numbers["supervised"])
-    report.step({
+    return {
         "step": state.step,
         "tokens": state.tokens,
         "loss": float(numbers["lm_sum"]) / targets if targets else None,  # conversations can be cut to nothing taught
@@ -325,7 +361,7 @@ def _advance(run: Run, state: State, report: Reporter, numbers: dict[str, Any], 
         "memory_gib": memory_gib(run.device),
         "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
         "expert_load": _load_record(numbers["expert_load"]),
-    })  # fmt: skip
+    }
 
 
 def _load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
@@ -337,9 +373,3 @@ def _load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
         for i, name in enumerate(MODALITIES)
         if present[i]
     }
-
-
-def _report_evaluation(run: Run, state: State, report: Reporter) -> dict[str, Any]:
-    result = evaluate(run)
-    report.evaluation({"step": state.step, "tokens": state.tokens, **result})
-    return result

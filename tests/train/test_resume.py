@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train import loop, pretrain
+from train import lifecycle, loop, pretrain
 from train.checkpoint import latest
 from train.config import Config, ConfigError
 from train.errors import InputError
@@ -166,7 +166,7 @@ def test_moved_data_continues_and_other_data_is_refused(
 
 def test_directory_in_use_is_refused(make_config) -> None:
     config = make_config()
-    with pretrain.only_process_in(config.run_dir), pytest.raises(ConfigError, match="in use by another process"):
+    with lifecycle.only_process_in(config.run_dir), pytest.raises(ConfigError, match="in use by another process"):
         pretrain.run(config)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import load_pretrained, save_pretrained
-from train import loop, pretrain
+from train import lifecycle, loop, pretrain
 from train.build import build
 from train.checkpoint import latest
 from train.config import Config, ConfigError, parse, to_dict
@@ -95,7 +95,7 @@ def test_a_run_directory_or_one_of_its_checkpoints_can_be_named(make_sft, base: 
     folder = latest(base.run_dir / where) if where else base.run_dir
     run = build(make_sft(f"init_from={folder}"))
     before = run.model.embed.weight.clone()
-    pretrain.begin(run)
+    lifecycle.begin(run)
     saved = weights(base.run_dir)
     assert not torch.equal(before, run.model.embed.weight)
     assert all(torch.equal(saved[name], tensor) for name, tensor in run.model.state_dict().items())
@@ -161,7 +161,7 @@ def test_a_checkpoint_with_another_tokenizer_or_tensor_is_refused(make_sft, base
     config["text_config"]["num_attention_heads"] *= 2
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"does not hold this model:\n.*attn_sink"):
-        pretrain.begin(build(make_sft(f"init_from={folder}")))
+        lifecycle.begin(build(make_sft(f"init_from={folder}")))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json does not exist"):
         make_sft(f"init_from={folder}")

@@ -14,8 +14,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,9 @@ from train import storage
 from train.build import Run, build
 from train.checkpoint import Background, CheckpointError, State
 from train.config import Config
-from train.engine import launch
 from train.errors import given
-from train.loop import Interrupted, NonFiniteError, precision, resume, save, stop, stop_signals, to_device, train_step
-from train.metrics import Silent
-from train.pretrain import announce, begin, find_state, only_process_in, report_files, save_settings
+from train.lifecycle import begin, opened, report_files, reported
+from train.loop import precision, repeat, resume, save, to_device, train_step
 from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
 from train.rl.collect import Collector, Plan, Subgroup, encoded
 from train.rl.distill import DistillationObjective, Teachers
@@ -64,14 +63,9 @@ def run(config: Config) -> None:
 
     Raises:
         InputError, DataError, OSError: what was given cannot be used.
-        NonFiniteError, Interrupted: see ``train``.
+        NonFiniteError, Interrupted: see ``train.loop.repeat``.
     """
-    world = launch(config.parallel)
-    alone = only_process_in(config.run_dir) if world.first else nullcontext()
-    with world.together(Interrupted, NonFiniteError), alone:
-        folder, changes = world.from_first(find_state(config))
-        if world.first:
-            print("Preparing tokenizer, tasks and model ...", flush=True)
+    with opened(config) as (world, folder, changes):
         with given():
             objects = build(config, world)
             state = begin(objects)
@@ -79,25 +73,15 @@ def run(config: Config) -> None:
             reference = copy.deepcopy(objects.model).requires_grad_(False) if wanted else None
             if folder:
                 state = resume(objects, folder)
-        rewards = Rewards([task.reward for task in config.rl.tasks], config.rl.reward_workers, config.rl.reward_seconds)
-        policy = None
-        try:
+        tasks = [task.reward for task in config.rl.tasks]
+        with closing(Rewards(tasks, config.rl.reward_workers, config.rl.reward_seconds)) as rewards:
             policy = make_policy(objects, rewards, reference)
-            if folder:
-                policy.collector.load_state_dict(read_rollout(policy, state))
-            if world.first:
-                save_settings(config, objects)
-            report = RlReporter(config, state) if world.first else Silent()
-            try:
-                announce(objects, state, report, folder, changes)
-                train(policy, state, report)
-                _summarise(policy, state, report)
-            finally:
-                report.close()
-        finally:
-            rewards.close()
-            if policy is not None:
-                policy.collector.rollout.close()
+            with closing(policy.collector.rollout):
+                if folder:
+                    policy.collector.load_state_dict(read_rollout(policy, state))
+                with reported(objects, state, folder, changes, RlReporter) as report:
+                    train(policy, state, report)
+                    _summarise(policy, state, report)
 
 
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
@@ -152,42 +136,28 @@ def open_rollout(run: Run) -> Rollout:
 
 
 def train(policy: Policy, state: State, report: RlReporter) -> None:
-    """Train until ``task.tokens``, evaluating and saving on the way; ``state`` follows.
-
-    Raises:
-        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C, also in the middle of collecting.
-        NonFiniteError: the last saved state is the one before.
+    """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped in the middle of
+    collecting.
     """
     run, collector = policy.run, policy.collector
-    task, saving = run.config.task, run.config.checkpoint
-    background = Background() if saving.asynchronous else None
-    with stop_signals() as received, background or nullcontext():
+
+    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        started = time.perf_counter()
+        groups = collector.collect(stopped)
+        if run.world.any(groups is None):
+            collector.put_back(groups or [])
+            return None
+        collected = time.perf_counter()
+        record = step(policy, groups, state)
+        state.seconds += time.perf_counter() - started
+        return record | {"collect_seconds": collected - started, "seconds": time.perf_counter() - started}
+
+    def publish() -> None:
         collector.rollout.update_weights(state.step, run.model)
-        _note(collector.rollout, report)
-        if state.first_valid is None:
-            state.first_valid = state.last_valid = _report_evaluation(policy, state, report)
-        while state.tokens < task.tokens:
-            started = time.perf_counter()
-            groups = collector.collect(lambda: bool(received))
-            if run.world.any(groups is None):
-                collector.put_back(groups or [])
-                break
-            collected = time.perf_counter()
-            record = step(policy, groups, state)
-            state.seconds += time.perf_counter() - started
-            record |= {"collect_seconds": collected - started, "seconds": time.perf_counter() - started}
-            report.step(record)
-            if background:
-                background.check()
-            collector.rollout.update_weights(state.step, run.model)
-            _note(collector.rollout, report)
-            done = state.tokens >= task.tokens
-            if done or state.step % task.eval_every == 0:
-                state.last_valid = _report_evaluation(policy, state, report)
-            if done or state.step % saving.every == 0:
-                save_all(policy, state, background)
-        if state.tokens < task.tokens:
-            stop(run, state, received, lambda _, *rest: save_all(policy, *rest), background)
+        for note in collector.rollout.notes():
+            report.log(note)
+
+    repeat(run, state, report, next_step, lambda: evaluate(policy), partial(save_all, policy), publish)
 
 
 def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:
@@ -404,17 +374,6 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
         "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
         **{name: total[name] / taught for name in names},
     }
-
-
-def _note(rollout: Rollout, report: RlReporter) -> None:
-    for note in rollout.notes():
-        report.log(note)
-
-
-def _report_evaluation(policy: Policy, state: State, report: RlReporter) -> dict[str, Any]:
-    result = evaluate(policy)
-    report.evaluation({"step": state.step, "tokens": state.tokens, **result})
-    return result
 
 
 def _summarise(policy: Policy, state: State, report: RlReporter) -> None:

@@ -16,7 +16,7 @@ from model import save_pretrained
 from train import pretrain
 from train.build import build
 from train.config import Config, parse
-from train.pretrain import begin
+from train.lifecycle import begin
 from train.rl import task as rl
 from train.rl.rewards import Rewards
 

@@ -16,8 +16,8 @@ from model import load_pretrained
 from train.build import build
 from train.checkpoint import State, latest
 from train.config import Config, ConfigError
+from train.lifecycle import begin
 from train.loop import Interrupted, resume
-from train.pretrain import begin
 from train.rl import task as rl
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
