@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from train.errors import InputError
 from train.rl.prompts import Prompts, messages_of
 from train.rl.rewards import Outcome, Rewards
 from train.rollout import Rollout, pack_sample, unpack_sample
+
+STOP_SECONDS = 0.2  # between two looks whether to stop, while rewards are awaited
 
 
 @dataclass
@@ -105,7 +107,12 @@ class Collector:
             self._dispatch()
             for sample in self.rollout.poll():
                 self._receive(sample)
-        chosen, self.ready = self.ready[: self.plan.subgroups], self.ready[self.plan.subgroups :]
+        chosen = self.ready[: self.plan.subgroups]
+        grades = [grade for group in chosen for _, grade in self._grades[group.number]]
+        while wait([grade for grade in grades if isinstance(grade, Future)], timeout=STOP_SECONDS).not_done:
+            if stop():
+                return None
+        self.ready = self.ready[self.plan.subgroups :]
         for group in chosen:
             graded = self._grades.pop(group.number)
             group.responses = [

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data import DataError
+from data.errors import Policy
+from data.sources import decode
 from train.errors import InputError
 from train.rl.worker import load
 
 Check = Callable[[dict[str, Any]], Any]
+NEEDED = "a record needs `prompt` (text) or `messages` (a list)"
 
 
 class Prompts:
@@ -20,23 +25,28 @@ class Prompts:
 
     ``sources``: of each task a JSONL file of records, or the name of a function that draws one (see
     ``train/rl/tasks.py``). A file is gone through in a new order every epoch (of several tasks, by those of its records
-    whose numbers fall to it). ``check`` is shown every record of a file, and raises for one that cannot be asked.
+    whose numbers fall to it). ``check`` is shown every record, and raises for one that cannot be asked.
 
     Raises:
-        DataError, InputError: a record of a file is none, or ``check`` refuses it; a function cannot be loaded.
+        DataError, InputError: a record is none, or ``check`` refuses it; a function cannot be loaded, or draws from
+            something else than the generator that it is given. Of a function only the first record is looked at here,
+            the others as they are drawn.
     """
 
     def __init__(self, sources: list[str], seed: int | str, check: Check = lambda record: None):
         self.seed = seed
         self.sources = [_open(source, check) for source in sources]
         self._order: tuple[int, int, list[int]] = -1, -1, []  # of the file and epoch last asked for
+        for source in self.sources:
+            if isinstance(source, _Function):
+                source.check_repeats(self._draw(0))
 
     def at(self, number: int) -> tuple[int, dict[str, Any]]:
         """(task, record) of prompt ``number``."""
         task = random.Random(f"{self.seed}/{number}/task").randrange(len(self.sources))
         source = self.sources[task]
         if not isinstance(source, list):
-            return task, source(random.Random(f"{self.seed}/{number}/record"))
+            return task, source.record(self._draw(number))
         epoch, place = divmod(number, len(source))
         if self._order[:2] != (task, epoch):
             order = list(range(len(source)))
@@ -44,43 +54,109 @@ class Prompts:
             self._order = task, epoch, order
         return task, source[self._order[2][place]]
 
+    def _draw(self, number: int) -> str:
+        """The seed of a drawn record."""
+        return f"{self.seed}/{number}/record"
+
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The conversation of a record: its ``messages``, or its ``prompt`` as what a user says."""
-    return record["messages"] if "messages" in record else [{"role": "user", "content": record["prompt"]}]
+    if record.get("messages") is not None:
+        return record["messages"]
+    return [{"role": "user", "content": record["prompt"]}]
 
 
 def _open(source: str, check: Check) -> Any:
+    """The records of a file, or a ``_Function``."""
     if Path(source).suffix == ".jsonl":
         return _read(Path(source).expanduser(), check)
+    with _of_user(source, "cannot be used"):
+        return _Function(source, load(source), check)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A user's function that draws records."""
+
+    name: str
+    draw: Callable[[random.Random], Any]
+    check: Check
+
+    def record(self, seed: str) -> dict[str, Any]:
+        """The record of a generator of this seed, as reading it from a file would give it."""
+        with _of_user(self.name, "gave no JSON record"):
+            record = _plain(self.draw(random.Random(seed)))
+        if not _has_prompt(record):
+            raise InputError(f"rl.tasks: prompts {self.name!r} drew {record!r:.200}, which has no prompt: {NEEDED}")
+        with _located(f"rl.tasks: prompts {self.name!r} drew {record!r:.200}"):
+            self.check(record)
+        return record
+
+    def check_repeats(self, seed: str) -> None:
+        """Raise InputError if the same seed gives another record: a run could be neither repeated nor continued."""
+        if (first := self.record(seed)) != (second := self.record(seed)):
+            raise InputError(
+                f"rl.tasks: prompts {self.name!r} drew {first!r:.100}, then {second!r:.100}, from a generator in the "
+                "same state. It must draw from the generator that it is given, and from nothing else"
+            )
+
+
+@contextmanager
+def _of_user(name: str, what: str) -> Iterator[None]:
+    """Around a user's code, which may raise anything."""
     try:
-        return load(source)
-    except Exception as error:  # of the user's module: anything
-        raise InputError(f"rl.tasks: prompts {source!r} cannot be used: {type(error).__name__}: {error}") from error
+        yield
+    except (Exception, SystemExit) as error:
+        raise InputError(f"rl.tasks: prompts {name!r} {what}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Around a check of a record that does not know where it comes from."""
+    try:
+        yield
+    except DataError as error:
+        raise InputError(": ".join(filter(None, (where, error.reason, error.detail)))) from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _has_prompt(record: Any) -> bool:
+    if not isinstance(record, dict):
+        return False
+    if record.get("messages") is not None:
+        return isinstance(record["messages"], list)
+    return isinstance(record.get("prompt"), str)
+
+
+def _plain(record: Any) -> Any:
+    """The record as reading it from a file would give it. Raises TypeError naming what a file could not hold."""
+    for key, value in record.items() if isinstance(record, dict) else ():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"{key} = {value!r:.100}: {error}") from None
+    return json.loads(json.dumps(record, allow_nan=False))
 
 
 def _read(path: Path, check: Check) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(str(path), 0, "missing file", "rl.tasks: prompts must be a JSONL file or module:function")
     records = []
-    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(str(path), line, "invalid JSON", str(error)) from None
-        if not isinstance(record, dict) or not (
-            isinstance(record.get("prompt"), str) or isinstance(record.get("messages"), list)
-        ):
-            raise DataError(str(path), line, "no prompt", "a record needs `prompt` (text) or `messages` (a list)")
-        try:
-            check(record)
-        except DataError as error:
-            raise DataError(str(path), line, error.reason, error.detail) from None
-        except InputError as error:
-            raise InputError(f"{path}:{line}: {error}") from None
-        records.append(record)
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, 1):
+            text = decode(raw, str(path), Policy("stop"), line)
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(str(path), line, "invalid JSON", str(error)) from None
+            if not _has_prompt(record):
+                raise DataError(str(path), line, "no prompt", NEEDED)
+            with _located(f"{path}:{line}"):
+                check(record)
+            records.append(record)
     if not records:
         raise DataError(str(path), 0, "no records")
     return records

@@ -95,8 +95,8 @@ class _Worker:
             return
         line = self._read(START_SECONDS)
         if not line or "error" in line:
-            reason = line["error"] if line else "its module did not load in time, or ended the process"
-            raise InputError(f"rl.tasks: a reward function of {', '.join(self.functions)} cannot be used: {reason}")
+            gone = f"{', '.join(self.functions)}: a module did not load in {START_SECONDS:g} s, or ended the process"
+            raise InputError(f"rl.tasks: a reward function cannot be used: {line['error'] if line else gone}")
         self.ready = True
 
     def call(self, request: dict[str, Any], seconds: float) -> Outcome:

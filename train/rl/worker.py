@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import numbers
@@ -59,11 +60,14 @@ def serve() -> None:
 
     setting = json.loads(requests.readline())
     sys.path[:] = setting["path"]
-    try:
-        functions = [load(name) for name in setting["functions"]]
-    except BaseException as error:  # of the user's module: anything
-        answer(error=f"{type(error).__name__}: {error}")
-        return
+    functions = []
+    for name in setting["functions"]:
+        try:
+            functions.append(load(name))
+            check_arguments(functions[-1])
+        except BaseException as error:  # of the user's module: anything
+            answer(error=f"{name}: {type(error).__name__}: {error}")
+            return
     answer(ready=True)
     for line in requests:
         request = json.loads(line)
@@ -81,6 +85,7 @@ def load(name: str) -> Callable[..., Any]:
     if not place:
         raise ValueError(f"{name!r} must look like package.module:function or path/to/file.py:function")
     if place.endswith(".py"):
+        place = os.path.expanduser(place)
         spec = importlib.util.spec_from_file_location(place, place)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
         spec.loader.exec_module(module)
@@ -90,6 +95,18 @@ def load(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{name} is no function")
     return function
+
+
+def check_arguments(function: Callable[..., Any]) -> None:
+    """Raise TypeError for a reward function that cannot be called as it will be."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions that are written in C do not tell
+        return
+    try:
+        signature.bind({}, "", "")
+    except TypeError as error:
+        raise TypeError(f"it is called as (record, answer, reasoning), but {error}") from None
 
 
 def number(reward: Any) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+import re
 from concurrent.futures import Future
 
 import pytest
@@ -166,6 +168,16 @@ def test_stopping_keeps_what_has_begun(make) -> None:
     assert [group.number for group in collector.collect()] == [0, 1]
 
 
+def test_stopping_does_not_wait_for_rewards(make) -> None:
+    collector, future = make(PLAN, lambda n: 1), Future()
+    collector.rewards.submit = lambda *call: future
+    assert collector.collect(lambda: collector.rollout.in_flight == 0 and len(collector.ready) >= 2) is None
+    future.set_result(Outcome(0.5))
+    groups = collector.collect()
+    assert [group.number for group in groups] == [0, 1]
+    assert {r.outcome.reward for group in groups for r in group.responses} == {0.5}
+
+
 def response(tokenizer: Tokenizer, text: list, finish: str) -> Sample:
     """Control tokens by name in tuples, all else as text."""
     tokens: list[int] = []
@@ -217,14 +229,64 @@ def test_tasks_are_drawn_by_lot() -> None:
         ("[1]\n", "p.jsonl:1: no prompt"),
         ("\n", "p.jsonl: no records"),
         (None, "p.jsonl: missing file"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "p.jsonl:2: invalid UTF-8: byte 0xff"),
+        ('{"prompt": ' + "9" * 5000 + "}", "p.jsonl:1: invalid JSON"),
+        ('{"prompt": "a", "messages": "b"}', "p.jsonl:1: no prompt"),
     ],
 )
-def test_a_malformed_file_of_prompts_is_named(tmp_path, text: str | None, message: str) -> None:
+def test_a_malformed_file_of_prompts_is_named(tmp_path, text: str | bytes | None, message: str) -> None:
     path = tmp_path / "p.jsonl"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         Prompts([str(path)], 0)
+
+
+def test_lines_of_a_file_end_at_line_feeds_only(tmp_path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\ufeff{"prompt": "a\u2028b"}\r\n{"messages": null, "prompt": "c"}', encoding="utf-8")
+    assert {messages_of(Prompts([str(path)], 0).at(n)[1])[0]["content"] for n in range(2)} == {"a\u2028b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'prompt': 'a', 'seen': {1}}", "gave no JSON record: TypeError: seen = {1}: Object of type set"),
+        ("return {'prompt': 'a', 'x': float('nan')}", "gave no JSON record: TypeError: x = nan"),
+        ("return {'question': 'a'}", "drew {'question': 'a'}, which has no prompt: a record needs"),
+        ("return None", "drew None, which has no prompt"),
+        ("return 1 / 0", "gave no JSON record: ZeroDivisionError"),
+        ("raise SystemExit(3)", "gave no JSON record: SystemExit: 3"),
+        ("return {'prompt': str(next(COUNT))}", "drew {'prompt': '0'}, then {'prompt': '1'}, from a generator in the"),
+        ("return {'prompt': 'refused'}", "drew {'prompt': 'refused'}: wrong: no"),
+    ],
+)
+def test_a_function_that_draws_no_record_is_named(tmp_path, body: str, message: str) -> None:
+    def check(record: dict) -> None:
+        if record["prompt"] == "refused":
+            raise DataError("", 0, "wrong", "no")
+
+    path = tmp_path / "mine.py"
+    path.write_text(f"import itertools\nCOUNT = itertools.count()\ndef draw(draw):\n    {body}\n")
+    with pytest.raises(InputError, match=re.escape(f"rl.tasks: prompts '{path}:draw' {message}")):
+        Prompts([f"{path}:draw"], 0, check)
+
+
+def test_a_drawn_record_is_what_a_file_would_hold(tmp_path) -> None:
+    """So that rewards, which get it as JSON, and a resumed run, which reads it from a file, see the same."""
+    path = tmp_path / "mine.py"
+    path.write_text("def draw(draw):\n    return {'prompt': 'a', 'pair': (1, 2), 3: None}\n")
+    assert Prompts([f"{path}:draw"], 0).at(5) == (0, {"prompt": "a", "pair": [1, 2], "3": None})
+
+
+def test_a_function_is_checked_at_every_draw(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def draw(draw):\n    return {'prompt': 'a'} if draw.random() < 0.5 else [draw.random()]\n")
+    seeds = [seed for seed in range(20) if random.Random(f"{seed}/0/record").random() < 0.5]
+    prompts = Prompts([f"{path}:draw"], seeds[0])
+    with pytest.raises(InputError, match=r"drew \[0.*has no prompt"):
+        for number in range(50):
+            prompts.at(number)
 
 
 def test_a_source_that_cannot_be_loaded_is_named() -> None:

@@ -57,6 +57,9 @@ def other(record, answer, reasoning):
     return len(reasoning)
 
 constant = 1
+
+def two(record, answer):
+    return 1.0
 '''
 
 
@@ -185,7 +188,8 @@ def test_closing_ends_the_processes_whatever_they_do(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("{module}:missing", "AttributeError"),
+        ("{module}:missing", "mine.py:missing: AttributeError"),
+        ("{module}:two", r"mine.py:two: TypeError: it is called as \(record, answer, reasoning\), but too many"),
         ("{module}:constant", "is no function"),
         ("no.such.module:grade", "ModuleNotFoundError"),
         ("grade", "must look like package.module:function"),
@@ -194,7 +198,7 @@ def test_closing_ends_the_processes_whatever_they_do(module: str) -> None:
 )
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(module: str, name: str, reason: str) -> None:
     with pytest.raises(InputError, match=f"rl.tasks: .*{reason}"):
-        Rewards([name.format(module=module)], workers=1, seconds=1.0)
+        Rewards([f"{module}:grade", name.format(module=module)], workers=1, seconds=1.0)
 
 
 def test_the_solutions_of_arithmetic_are_right_at_every_level() -> None:
