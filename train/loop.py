@@ -21,6 +21,7 @@ from train import checkpoint
 from train.answers import ExactMatch
 from train.build import Run
 from train.checkpoint import Background, State
+from train.config import TaskConfig
 from train.engine import World
 from train.metrics import Reporter, memory_gib
 
@@ -38,7 +39,12 @@ class Interrupted(Exception):
 
 
 def train_step(
-    run: Run, batches: list[Batch], step: int, tokens: int, losses_of: Callable[[Batch, Totals], Losses] | None = None
+    run: Run,
+    batches: list[Batch],
+    step: int,
+    tokens: int,
+    losses_of: Callable[[Batch, Totals], Losses] | None = None,
+    fillers: int = 0,
 ) -> dict[str, Any]:
     """One optimizer step over the micro-batches of all ranks: exactly the step that one batch of all their rows would
     make.
@@ -51,6 +57,7 @@ def train_step(
         batches: this rank's, equally many on every rank.
         step, tokens: done before this step; they place it on the schedule.
         losses_of: the losses of one micro-batch, divided by the step's totals; None: ``model.losses``.
+        fillers: so many of ``batches``, the last, count for nothing: they are run with those that other ranks have.
 
     Raises:
         NonFiniteError: on every rank, before anything is updated.
@@ -59,15 +66,17 @@ def train_step(
     losses_of = losses_of or (lambda batch, totals: model.losses(**batch, totals=totals))
     lr = optim.schedule.lr(step, tokens)
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
-    totals = Totals.from_tensor(world.sum_(_sum(model.totals(**batch) for batch in batches).to_tensor()))
+    counts = [number < len(batches) - fillers for number in range(len(batches))]
+    totals = sum(model.totals(**batch).to_tensor() * real for batch, real in zip(batches, counts, strict=True))
+    totals = Totals.from_tensor(world.sum_(totals))
     sums: dict[str, torch.Tensor] = {}
     model.train()  # an adapter may have dropout
-    for batch in batches:
+    for batch, real in zip(batches, counts, strict=True):
         with precision(run):
             losses = losses_of(batch, totals)
-        run.engine.backward(losses.total)
+        run.engine.backward(losses.total * real)
         for name, value in _loss_sums(losses).items():
-            sums[name] = sums[name] + value if name in sums else value
+            sums[name] = sums.get(name, 0) + value * real
     model.eval()
     run.engine.reduce()
     sums = sum_over_ranks(world, sums)
@@ -183,7 +192,7 @@ def train(run: Run, state: State, report: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    repeat(run, state, report, step, lambda: evaluate(run), partial(save, run))
+    repeat(run, state, report, step, lambda _: evaluate(run), partial(save, run))
 
 
 def repeat(
@@ -191,7 +200,7 @@ def repeat(
     state: State,
     report: Reporter,
     step: Callable[[Callable[[], bool]], dict[str, Any] | None],
-    evaluate: Callable[[], dict[str, Any]],
+    evaluate: Callable[[Callable[[], bool]], dict[str, Any] | None],
     save: Callable[[State, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
@@ -200,7 +209,8 @@ def repeat(
     Args:
         step: makes a step, moves ``state`` past it and returns its record; or returns None, on all ranks, once what it
             is given to call says on any of them that the run is to stop.
-        evaluate: the record of an evaluation.
+        evaluate: the record of an evaluation; or None, on all ranks, as in a step. One that was stopped is made again
+            when the run is continued.
         save: writes the run state.
         publish: called before the first step and after every one, as soon as the weights are new.
 
@@ -210,29 +220,48 @@ def repeat(
     """
     task, saving = run.config.task, run.config.checkpoint
 
-    def evaluated() -> dict[str, Any]:
-        result = evaluate()
-        report.evaluation({"step": state.step, "tokens": state.tokens, **result})
-        return result
+    def stopped() -> bool:
+        return bool(received)
+
+    def evaluated() -> bool:
+        """Evaluate if it is time; whether that is done."""
+        if not _evaluation_due(task, state):
+            return True
+        result = evaluate(stopped)
+        if result is None:
+            return False
+        state.last_valid = {"step": state.step, "tokens": state.tokens, **result}
+        state.first_valid = state.first_valid or state.last_valid
+        report.evaluation(state.last_valid)
+        return True
 
     background = Background() if saving.asynchronous else None
+    unsaved = False
     with stop_signals() as received, background or nullcontext():
         publish()
-        if state.first_valid is None:
-            state.first_valid = state.last_valid = evaluated()
-        while state.tokens < task.tokens:
-            record = step(lambda: bool(received))
+        while evaluated():
+            done = state.tokens >= task.tokens
+            if unsaved and (done or state.step % saving.every == 0):
+                save(state, background)
+            if done:
+                return
+            record = step(stopped)
             if record is None:
-                stop(run, state, received, save, background)
+                break
             report.step(record)
             if background:
                 background.check()
             publish()
-            done = state.tokens >= task.tokens
-            if done or state.step % task.eval_every == 0:
-                state.last_valid = evaluated()
-            if done or state.step % saving.every == 0:
-                save(state, background)
+            unsaved = True
+        stop(run, state, received, save, background)
+
+
+def _evaluation_due(task: TaskConfig, state: State) -> bool:
+    """Whether a run evaluates before it goes on from here, unless it just has."""
+    if state.last_valid is None:
+        return True
+    wanted = state.tokens >= task.tokens or state.step % task.eval_every == 0
+    return wanted and state.last_valid.get("step", state.step) != state.step
 
 
 def save(run: Run, state: State, background: Background | None = None) -> Path:
@@ -327,13 +356,6 @@ def stop(
         background.wait()
     cause = next(filter(None, run.world.gather("".join(received[:1]))))
     raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
-
-
-def _sum(items: Iterator[Any]) -> Any:
-    total = next(items)
-    for item in items:
-        total = total + item
-    return total
 
 
 def _loss_sums(losses: Any) -> dict[str, torch.Tensor]:

@@ -137,7 +137,7 @@ def open_rollout(run: Run) -> Rollout:
 
 def train(policy: Policy, state: State, report: RlReporter) -> None:
     """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped in the middle of
-    collecting.
+    collecting and of evaluating.
     """
     run, collector = policy.run, policy.collector
 
@@ -157,7 +157,7 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
         for note in collector.rollout.notes():
             report.log(note)
 
-    repeat(run, state, report, next_step, lambda: evaluate(policy), partial(save_all, policy), publish)
+    repeat(run, state, report, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
 
 
 def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
         mine, counts = batches(scored, scored.informative, policy.shape, state.step)
     else:
         mine, counts = policy.teachers.batches(scored, state.step)
-    most = max(run.world.gather(len(mine)))
-    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * (most - len(mine))]]
+    fillers = max(run.world.gather(len(mine))) - len(mine)
+    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * fillers]]
     if policy.reference is not None:
         for batch in mine:
             with precision(run):
@@ -183,7 +183,7 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
     if sum(run.world.gather(taught)):
-        numbers = train_step(run, mine, state.step, state.tokens, losses)
+        numbers = train_step(run, mine, state.step, state.tokens, losses, fillers)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
     if policy.teachers is None:
@@ -231,14 +231,14 @@ def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay
     return found
 
 
-def evaluate(policy: Policy) -> dict[str, Any]:
+def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """Reward, accuracy and reasoning length under every ``rl.eval_efforts`` on held-out prompts, by the same sampling
-    as in training. Changes no state.
+    as in training. Changes no state. None as soon as ``stop`` says so, in any process.
     """
     run, settings, trained = policy.run, policy.run.config.rl, policy.collector
     started, efforts, world = time.perf_counter(), settings.evaluated, run.world
     share = len(range(world.rank, settings.eval_prompts, world.size))
-    groups: list[Subgroup] = []
+    groups: list[Subgroup] | None = []
     if share:
         plan = Plan(
             efforts=tuple(efforts),
@@ -254,8 +254,10 @@ def evaluate(policy: Policy) -> dict[str, Any]:
             ranks=world.size,
         )
         rollout = trained.rollout.apart()
-        groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect()
+        groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect(stop)
         rollout.close()
+    if world.any(groups is None):
+        return None
     return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from train.build import build
 from train.checkpoint import State, latest
 from train.config import Config, ConfigError
 from train.lifecycle import begin
-from train.loop import Interrupted, resume
+from train.loop import Interrupted, resume, train_step
 from train.rl import task as rl
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
@@ -197,6 +199,42 @@ def test_a_run_stopped_while_responses_are_written_goes_on_exactly(make_rl, monk
     assert_same_run(whole, split)
 
 
+def interrupt_evaluation(monkeypatch, number: int) -> None:
+    """SIGTERM after two tokens of an evaluation, counted from this start of the run."""
+    inner, apart, begun = rl.LocalRollout.poll, rl.LocalRollout.apart, []
+
+    def begin(self):
+        begun.append([apart(self), 0])
+        return begun[-1][0]
+
+    def poll(self):
+        if len(begun) == number + 1 and begun[number][0] is self:
+            begun[number][1] += 1
+            if begun[number][1] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self)
+
+    monkeypatch.setattr(rl.LocalRollout, "apart", begin)
+    monkeypatch.setattr(rl.LocalRollout, "poll", poll)
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_it_is_evaluated_evaluates_anew(make_rl, monkeypatch) -> None:
+    """Before the first step, in between, and behind the last."""
+    changes = ["task.tokens=900", "task.eval_every=1"]
+    rl.run(make_rl("name=whole", *changes))
+    split = make_rl("name=split", *changes)
+    for number, written in ((0, []), (1, ["valid", "train"]), (1, ["valid", "train"] * 2)):
+        with monkeypatch.context() as patch:
+            interrupt_evaluation(patch, number)
+            with pytest.raises(Interrupted, match="Stopped by SIGTERM after step"):
+                rl.run(split)
+        assert [record["kind"] for record in records(split)] == written
+    rl.run(split)
+    assert_same_run(make_rl("name=whole", *changes), split)
+    assert [record["kind"] for record in records(split)] == [*["valid", "train"] * 2, "valid"]
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_exactly_from_its_last_checkpoint(make_rl, monkeypatch) -> None:
     rl.run(make_rl("name=whole", *AHEAD))
@@ -259,6 +297,23 @@ def test_a_batch_of_nothing_teaches_nothing(make_policy) -> None:
     assert model.totals(**batch).supervised == 0
     losses = model.losses(**batch, totals=model.totals(**batch))
     assert losses.lm_sum == 0 and torch.isfinite(losses.total)
+
+
+def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
+    """A process with fewer batches than others: the same losses, gradients, expert load and biases without it."""
+    found = []
+    for fillers in (0, 1):
+        policy = make_policy()
+        settings = policy.run.config.rl
+        scored = score(policy.collector.collect(), settings.length, settings.trained)
+        made, _ = batches(scored, scored.informative, policy.shape, version=0)
+        policy.run.model.runtime = replace(policy.run.model.runtime, balance_coef=1.0)
+        made += [empty_batch(policy.shape)] * fillers
+        numbers = train_step(policy.run, made, 0, 0, rl.losses_of(policy, Counter()), fillers)
+        found.append({**numbers, **policy.run.model.state_dict()})
+    without, filled = found
+    assert without["real"] and without["expert_load"].any()
+    assert all(torch.equal(torch.as_tensor(without[name]), torch.as_tensor(filled[name])) for name in without)
 
 
 @pytest.mark.slow
