@@ -40,8 +40,8 @@ class Watch(threading.Thread):
         self.me = f"{socket.gethostname()} {os.getpid()}"
         self.lost: str | None = None
         self._found, self._closed = threading.Event(), threading.Event()
-        self._beats: dict[int, tuple[bytes, float]] = {}
-        self._unanswered = 0  # beats since the store's last answer; no clock, which goes on in a suspended job
+        self._beats: dict[int, tuple[bytes, int]] = {}  # the last sign of life, and looks that found no other
+        self._unanswered = 0  # beats since the store's last answer; nowhere a clock, which goes on in a suspended job
         store.set(f"where/{rank}", self.me)
         store.set(f"beat/{rank}", "0")
         self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
@@ -123,10 +123,10 @@ class Watch(threading.Thread):
         return self.store.compare_set("lost", "", found).decode() or found
 
     def _silent(self, rank: int) -> bool:
-        beat, now = self.store.get(f"beat/{rank}"), time.monotonic()
-        if self._beats.get(rank, (b"", 0.0))[0] != beat:
-            self._beats[rank] = beat, now
-        return now - self._beats[rank][1] > SILENCE
+        beat = self.store.get(f"beat/{rank}")
+        last, looks = self._beats.get(rank, (b"", 0))
+        self._beats[rank] = beat, looks + 1 if beat == last else 0
+        return self._beats[rank][1] * BEAT > SILENCE
 
 
 def message(lost: str) -> str:

@@ -27,11 +27,13 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(corpus: Path, name: str, size: int, layout: str, *more: str) -> Group:
+def start(corpus: Path, name: str, size: int, layout: str, *more: str, at: tuple[str, ...] = ()) -> Group:
+    """``at``: what happens to it and when, see ``tests/at_step.py``."""
     data = (f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]")
     place = (f"data.cache_dir={corpus}/cache", f"output={corpus}/runs", f"name={name}", f"parallel={layout}")
     logs = corpus / f"logs-{name}-{time.monotonic_ns()}"
-    return Group(size, ["-m", "train", *more, *SETTINGS, *data, *place], logs)
+    program = ["tests/at_step.py", *at] if at else ["-m", "train"]
+    return Group(size, [*program, *more, *SETTINGS, *data, *place], logs)
 
 
 def records(corpus: Path, name: str, kind: str) -> list[dict]:
@@ -40,22 +42,19 @@ def records(corpus: Path, name: str, kind: str) -> list[dict]:
 
 
 def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
-    with start(corpus, "broken", 2, "ep2") as group:
-        group.wait_for("step=4 ")
+    with start(corpus, "broken", 2, "ep2", at=("5", "SIGKILL:1")) as group:
         victim = group.processes[1]
-        victim.kill()
-        first, second = group.finish(seconds=60)
+        first, second = group.finish()
     assert (first.code, second.code) == (4, -signal.SIGKILL)
     assert all(f"memory of rank {rank}: weights " in first.output for rank in (0, 1))
     said = re.search(r"error: (.*)", first.output).group(1)
     assert said.startswith(f"rank 1 (process {victim.pid} on ") and "is gone" in said
 
-    with start(corpus, "broken", 2, "ep2", "checkpoint.asynchronous=true") as group:  # from step 2 or 4
-        group.wait_for("step=6 ")
-        group.processes[1].send_signal(signal.SIGTERM)
+    more = "checkpoint.asynchronous=true"
+    with start(corpus, "broken", 2, "ep2", more, at=("7", "SIGTERM:1")) as group:  # from step 2 or 4
         first, second = group.finish()
     assert (first.code, second.code) == (75, 75)
-    assert "continuing from" in first.output and "Stopped by SIGTERM after step" in first.output
+    assert "continuing from" in first.output and "Stopped by SIGTERM after step 7" in first.output
     assert "Stopped" not in second.output  # rank 0 says it for both
 
     with start(corpus, "broken", 1, "single") as group, start(corpus, "whole", 1, "single") as other:
@@ -72,10 +71,8 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
 
 
 def test_the_end_of_rank_0_is_told_by_another(corpus: Path) -> None:
-    with start(corpus, "headless", 2, "ep2") as group:
-        group.wait_for("step=1 ")
-        group.processes[0].kill()
-        _, second = group.finish(seconds=60)
+    with start(corpus, "headless", 2, "ep2", at=("2", "SIGKILL:0")) as group:
+        _, second = group.finish()
     assert second.code == 4
     name = rf"rank 0 \(process {group.processes[0].pid} on .*\)"
     assert re.search(f"error: {name} (is gone|no longer answers)", second.output)

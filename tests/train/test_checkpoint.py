@@ -214,7 +214,7 @@ def test_background_write_is_the_same_as_of_that_moment(tmp_path: Path, monkeypa
     def slow(files: dict) -> None:
         at_work, go_on = next(turns)
         at_work.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         write(files)
 
     write = storage.write_files
@@ -223,7 +223,7 @@ def test_background_write_is_the_same_as_of_that_moment(tmp_path: Path, monkeypa
     with Background() as background:
         for step, (at_work, go_on) in enumerate(gates, 1):
             final = save(tmp_path / "background", step, background=background, **parts)
-            assert at_work.wait(60) and not final.exists()
+            assert at_work.wait(300) and not final.exists()
             background.check()
             with torch.no_grad():
                 parts["model"].weight.add_(step)

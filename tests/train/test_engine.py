@@ -105,7 +105,7 @@ def test_numbers_of_a_lone_process_are_left_alone() -> None:
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch):
     """``watches(size)``: the watches of so many ranks, in one process and on one store, with short times."""
-    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "BEAT", 0.01)
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     monkeypatch.setattr(watch, "GRACE", 60.0)
     store, made = dist.HashStore(), []
@@ -127,7 +127,7 @@ def test_a_silent_rank_is_named_to_all(watches) -> None:
     first, second, silent = watches(3)
     first.start(), second.start()  # the third never gives a sign of life
     assert silent.name_of(2) == f"rank 2 (process {os.getpid()} on {socket.gethostname()})"
-    assert first.verdict(10) == second.verdict(10) == f"{silent.name_of(2)} is gone"
+    assert first.verdict(120) == second.verdict(120) == f"{silent.name_of(2)} is gone"
     assert first.speaks() and not second.speaks()
 
 
@@ -135,8 +135,17 @@ def test_a_silent_rank_0_is_named_by_rank_1(watches) -> None:
     """A launcher may hold the store, and then it answers whatever becomes of rank 0."""
     silent, second, third = watches(3)
     second.start(), third.start()
-    assert second.verdict(10) == third.verdict(10) == f"{silent.name_of(0)} is gone"
+    assert second.verdict(120) == third.verdict(120) == f"{silent.name_of(0)} is gone"
     assert second.speaks() and not third.speaks()
+
+
+def test_a_job_that_was_suspended_goes_on(watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock went on, but nobody could give a sign of life."""
+    first, _ = watches(2)
+    assert first._look() is None
+    later = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert first._look() is None
 
 
 def test_a_store_that_hangs_is_noticed(watches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +154,7 @@ def test_a_store_that_hangs_is_noticed(watches, monkeypatch: pytest.MonkeyPatch)
     _, second = watches(2)
     second.store = SimpleNamespace(set=lambda *_: threading.Event().wait())
     second.start()
-    assert second.verdict(10) == f"{second.name_of(0)} no longer answers"
+    assert second.verdict(120) == f"{second.name_of(0)} no longer answers"
     assert second.speaks()
 
 
@@ -156,7 +165,7 @@ def test_a_dead_process_is_named_by_its_neighbours(watches) -> None:
     for one in (first, second):
         one.places[0] = [one.places[0][0], str(child.pid)]
     second.start()
-    assert second.verdict(10) == f"{second.name_of(0)} is gone"
+    assert second.verdict(120) == f"{second.name_of(0)} is gone"
     assert second.speaks()  # for rank 0 cannot
 
 
@@ -164,7 +173,7 @@ def test_a_rank_that_ends_by_itself_leaves_word(watches) -> None:
     first, second = watches(2)
     first.start(), second.start()
     second.leave_word("DataError: no documents")
-    assert first.verdict(10) == f"{second.name_of(1)} stopped: DataError: no documents"
+    assert first.verdict(120) == f"{second.name_of(1)} stopped: DataError: no documents"
     assert first.speaks()
 
 

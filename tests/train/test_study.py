@@ -177,20 +177,24 @@ def one_run(output: Path, extra: list[str]) -> Runner:
 @pytest.mark.slow
 def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
     """Ctrl-C stops the runs after their step with their state saved; the same study continues them."""
-    extra = [*tiny, "task.tokens=4000", "checkpoint.every=1000"]
-    code = (
-        "import sys; from tests.train.test_study import Path, one_run; one_run(Path(sys.argv[1]), sys.argv[2:]).run()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), *extra], stderr=subprocess.DEVNULL)
+    extra = [*tiny, "task.tokens=1500", "checkpoint.every=1000"]
+    python = tmp_path / "python"  # whose runs wait in their third step
+    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" tests/at_step.py 3 wait "$@"\n')
+    python.chmod(0o755)
+    code = "import sys; from tests.train.test_study import Path, one_run; sys.executable = sys.argv[1]; "
+    code += "one_run(Path(sys.argv[2]), sys.argv[3:]).run()"
+    command = [sys.executable, "-c", code, str(python), str(tmp_path), *extra]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     run = tmp_path / "study" / "base-seed0"
-    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 3:
+    while not (run / "metrics.jsonl").exists() or '"step": 2' not in (run / "metrics.jsonl").read_text():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
-    assert 0 < read_state(run)["tokens"] < 4000
+    assert process.wait() != 0
+    state = read_state(run)
+    assert state["step"] == 3 and state["tokens"] < 1500
     result = one_run(tmp_path, extra).run()
-    assert result["arms"]["base"]["mean"]["tokens"] >= 4000
+    assert result["arms"]["base"]["mean"]["tokens"] >= 1500
     assert "continuing from" in (run / "train.log").read_text()
 
 
