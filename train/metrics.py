@@ -29,6 +29,8 @@ class Reporter:
     repeated, are dropped first. W&B's own id of the run is kept there too, so that every later process continues it.
     """
 
+    picture = "loss.png"
+
     def __init__(self, config: Config, state: State):
         self.directory = config.run_dir
         self.total_tokens = config.task.tokens
@@ -46,27 +48,33 @@ class Reporter:
 
     def step(self, record: dict[str, Any]) -> None:
         """The numbers of one optimizer step."""
-        self.log(step_line(record))
+        self.log(self.step_line(record))
         self._record({"kind": "train", **record})
         if self.bar is not None:
-            self.bar.update(
-                self.task,
-                completed=min(record["tokens"], self.total_tokens),
-                loss=math.nan if record["loss"] is None else record["loss"],
-                speed=record["tokens_per_second"],
-            )
+            loss, done = record.get("loss"), min(record["tokens"], self.total_tokens)
+            numbers = {"loss": math.nan if loss is None else loss, "speed": record["tokens_per_second"]}
+            self.bar.update(self.task, completed=done, **numbers)
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """The numbers of one pass over held-out text."""
-        self.log(evaluation_line(record))
+        """The numbers of one evaluation."""
+        self.log(self.evaluation_line(record))
         self._record({"kind": "valid", **record})
         self.plot()
 
     def plot(self) -> Path:
-        """Draw ``loss.png`` from everything recorded so far."""
-        path = self.directory / "loss.png"
-        plot_losses(self.records, path)
+        """Draw the picture of everything recorded so far."""
+        path = self.directory / self.picture
+        self.draw(self.records, path)
         return path
+
+    def step_line(self, record: Mapping[str, Any]) -> str:
+        return step_line(record)
+
+    def evaluation_line(self, record: Mapping[str, Any]) -> str:
+        return evaluation_line(record)
+
+    def draw(self, records: list[dict[str, Any]], path: Path) -> None:
+        plot_losses(records, path)
 
     def stop_bar(self) -> None:
         """Take the bar off the screen's last line; training is over."""

@@ -15,26 +15,16 @@ STYLES = {"train": {"linewidth": 0.8, "alpha": 0.6}, "valid": {"marker": "o", "l
 class RlReporter(Reporter):
     """A ``Reporter`` whose steps have rewards instead of targets; it draws ``rl.png``."""
 
-    def step(self, record: dict[str, Any]) -> None:
-        self.log(step_line(record))
-        before = next((other["tokens"] for other in reversed(self.records) if other["kind"] == "train"), 0)
-        self._record({"kind": "train", **record})
-        if self.bar is not None:
-            speed = (record["tokens"] - before) / max(record["seconds"], 1e-9)
-            self.bar.update(
-                self.task, completed=min(record["tokens"], self.total_tokens), loss=record.get("loss", 0.0), speed=speed
-            )
+    picture = "rl.png"
 
-    def evaluation(self, record: dict[str, Any]) -> None:
-        self.log(evaluation_line(record))
-        self._record({"kind": "valid", **record})
-        self.plot()
+    def step_line(self, record: Mapping[str, Any]) -> str:
+        return step_line(record)
 
-    def plot(self) -> Path:
-        """Draw ``rl.png`` from everything recorded so far."""
-        path = self.directory / "rl.png"
-        plot(self.records, path)
-        return path
+    def evaluation_line(self, record: Mapping[str, Any]) -> str:
+        return evaluation_line(record)
+
+    def draw(self, records: list[dict[str, Any]], path: Path) -> None:
+        plot(records, path)
 
 
 def step_line(record: Mapping[str, Any]) -> str:

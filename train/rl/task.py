@@ -142,15 +142,17 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
     run, collector = policy.run, policy.collector
 
     def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), state.tokens
         groups = collector.collect(stopped)
         if run.world.any(groups is None):
             collector.put_back(groups or [])
             return None
         collected = time.perf_counter()
         record = step(policy, groups, state)
-        state.seconds += time.perf_counter() - started
-        return record | {"collect_seconds": collected - started, "seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        state.seconds += seconds
+        speed = (state.tokens - before) / seconds
+        return record | {"collect_seconds": collected - started, "seconds": seconds, "tokens_per_second": speed}
 
     def publish() -> None:
         collector.rollout.update_weights(state.step, run.model)

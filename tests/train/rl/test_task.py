@@ -34,7 +34,7 @@ def make_policy(make_rl, policy_of):
 def records(config: Config) -> list[dict]:
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        for name in ("seconds", "collect_seconds"):
+        for name in ("seconds", "collect_seconds", "tokens_per_second"):
             line.pop(name, None)
     return lines
 
