@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from model.parallel import ONE_PROCESS, Parallel, Ranks
 from train.config import ConfigError, ParallelConfig, problem
-from train.watch import SILENCE, RankLost, Watch, message
+from train.watch import SILENCE, RankLost, Watch, meet, message
 
 TIMEOUT = timedelta(minutes=30)  # of a collective; a lost rank is noticed earlier, by train/watch.py
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -169,6 +169,7 @@ def launch(layout: ParallelConfig) -> World:
 
     Raises:
         ConfigError: the processes that were started are not those that the configuration names.
+        RankLost: some of them did not start.
     """
     place = find_place()
     if place.size != layout.data_parallel:
@@ -259,7 +260,9 @@ def _meet(place: Place, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed = _import_deepspeed(device.type)
+    started = meet(place.rank, place.size, place.local_rank)
     deepspeed.init_distributed(BACKEND[device.type], auto_mpi_discovery=False, verbose=False, timeout=TIMEOUT)
+    del started  # the group holds the store now
 
 
 def _groups(parts: int, place: Place) -> tuple[Ranks, Ranks]:

@@ -1,4 +1,6 @@
-"""Which process of a run is gone: noticed within seconds, said by name, and the end of all others.
+"""Which process of a run is not there, or gone: noticed, said by name, and the end of all others.
+
+Before the processes form a group they wait for each other at a store (`meet`), which says who has not come.
 
 A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
 thread that leaves a sign of life in the store the processes met in, and looks at the others: at those of its own host
@@ -12,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 import torch.distributed as dist
@@ -21,14 +24,86 @@ SILENCE = 20.0  # seconds without one after which a process counts as lost
 GRACE = 10.0  # seconds that a process has to end by itself once another is lost
 FAILURES = 3  # beats in a row that the store must refuse: it ends with the process or launcher that holds it
 LOST = 4  # exit code
+AGAIN = "Start the same command again to continue from the last checkpoint"
+PATIENCE = 600.0  # seconds that processes have to start after the first, which can read Python from a slow disk
+REMINDER = 60.0  # seconds between lines that say whom the others wait for
+POLL = 0.1  # seconds between looks at who has started
 
 
 class RankLost(RuntimeError):
-    """Another process of the run ended or no longer answers; the message names it. `told`: by another process."""
+    """Another process of the run did not start, ended or no longer answers; the message names it. `told`: another
+    process says it.
+    """
 
     def __init__(self, text: str, told: bool):
         super().__init__(text)
         self.told = told
+
+
+def meet(rank: int, size: int, local_rank: int) -> dist.Store:
+    """Wait until all processes of a run have started. What is returned must be kept until they have formed a group.
+
+    Rank 0 says whom it waits for; while that has not come, one process of every host does.
+
+    Raises:
+        RankLost: some have not after `PATIENCE`; the message names them.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    speaks = rank == 1 or local_rank == 0
+    if not holds:
+        missing = _wait(lambda: "" if _answers(host, port) else f"rank 0 of {size} (nothing at {host}:{port})", speaks)
+        if missing:
+            raise RankLost(missing, told=not speaks)
+    store = dist.TCPStore(host, port, size, holds, wait_for_workers=False, multi_tenant=True)
+    store = dist.PrefixStore("start", store)
+    store.set(str(rank), "")
+    if rank == 0:
+        missing = _wait(lambda: _absent(store, size), speaks=True)
+        store.set("all", missing)
+    else:
+        try:
+            while not store.check(["all"]):
+                time.sleep(POLL)
+            missing = store.get("all").decode()
+        except dist.DistError as error:
+            raise RankLost(f"rank 0 ended before all had started. {AGAIN}", told=not speaks) from error
+    if missing:
+        time.sleep(10 * POLL if rank == 0 else 0)  # until all have read it
+        raise RankLost(missing, told=rank > 0)
+    return store
+
+
+def _wait(missing: Callable[[], str], speaks: bool) -> str:
+    """Until nothing is missing, or for as long as there is patience; then the message."""
+    started = said = time.monotonic()
+    while names := missing():
+        now = time.monotonic()
+        if now - started > PATIENCE:
+            return f"{names} did not start within {PATIENCE:g} s. {AGAIN}"
+        if speaks and now - said > REMINDER:
+            said = now
+            print(f"waiting for {names} to start", file=sys.stderr, flush=True)
+        time.sleep(POLL)
+    return ""
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether the store can be reached. A TCPStore that waits for it by itself prints pages meanwhile."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _absent(store: dist.Store, size: int) -> str:
+    """The ranks that are not there, as people write them (ranks 1, 4-7 of 8), or nothing."""
+    ranks = [rank for rank in range(size) if not store.check([str(rank)])]
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)} of {size}" if ranks else ""
 
 
 class Watch(threading.Thread):
@@ -131,7 +206,7 @@ class Watch(threading.Thread):
 
 def message(lost: str) -> str:
     """What a person is told."""
-    return f"{lost}; the other processes ended too. Start the same command again to continue from the last checkpoint"
+    return f"{lost}; the other processes ended too. {AGAIN}"
 
 
 def _lives(pid: int) -> bool:

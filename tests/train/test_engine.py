@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -100,6 +102,49 @@ def test_numbers_of_a_lone_process_are_left_alone() -> None:
     world, tensor = World(torch.device("cpu")), torch.tensor([1, 2])
     assert world.sum_(tensor) is tensor and world.any(True) and not world.any(False)
     assert world.from_first("x") == "x" and world.gather(3) == [3] and world.first
+
+
+@pytest.fixture
+def arrive(monkeypatch: pytest.MonkeyPatch):
+    """``arrive(size, ranks)``: what ``meet`` gives to, or raises in, those ranks of so many, two of them on a host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(watch, "REMINDER", 1.0)
+
+    def come(rank: int, size: int) -> object:
+        try:
+            return watch.meet(rank, size, rank % 2)
+        except watch.RankLost as lost:
+            return lost
+
+    def arrive(size: int, ranks: list[int], patience: float) -> list:
+        monkeypatch.setattr(watch, "PATIENCE", patience)
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(lambda rank: come(rank, size), ranks))
+
+    return arrive
+
+
+def test_all_wait_for_all(arrive) -> None:
+    assert all(isinstance(store, dist.Store) for store in arrive(3, [0, 1, 2], patience=100.0))
+
+
+def test_ranks_that_do_not_start_are_named(arrive, capfd: pytest.CaptureFixture) -> None:
+    first, second = arrive(9, [0, 2], patience=5.0)
+    expected = "ranks 1, 3-8 of 9 did not start within 5 s. Start the same command again"
+    assert all(isinstance(lost, watch.RankLost) and str(lost).startswith(expected) for lost in (first, second))
+    assert (first.told, second.told) == (False, True)
+    assert "waiting for ranks 1, 3-8 of 9 to start" in capfd.readouterr().err
+
+
+def test_a_rank_0_that_does_not_start_is_named_once_a_host(arrive) -> None:
+    found = arrive(6, [1, 2, 3], patience=0.5)
+    place = rf"{re.escape(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
+    assert all(re.match(rf"rank 0 of 6 \(nothing at {place}\) did not start within 0.5 s", str(lost)) for lost in found)
+    assert [lost.told for lost in found] == [False, False, True]
 
 
 @pytest.fixture
