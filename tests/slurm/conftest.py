@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.ranks import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # In the place of a virtual environment's python: what a rank does is the test's own script.
@@ -57,7 +59,7 @@ class Cluster:
         log = self.directory / "slurm-4242.log"
         command = ["sbatch", *options, f"--output={log}", "slurm/train.sbatch", *arguments]
         given = self.environment | environment | {"STUB_EVENTS": json.dumps(events)}
-        done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=480)
+        done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=1800)
         assert not done.stderr, done.stderr
         state = json.loads((self.directory / "job.json").read_text())
         return Result(done.returncode, log.read_text(), state)
@@ -78,10 +80,11 @@ def cluster(tmp_path: Path) -> Cluster:
         | {
             "PATH": f"{commands}:{os.environ['PATH']}",
             "STUB_DIR": str(tmp_path),
+            "STUB_JOB": str(free_port() - 10_000),  # which decides the port
             "STUB_NODES": "localhost,node2,node3",
             "NARROWS_HEALTH_DIRS": str(tmp_path),
             "NARROWS_MIN_FREE_GIB": "0",
-            "NARROWS_HEALTH_TIMEOUT_S": "30",
+            "NARROWS_HEALTH_TIMEOUT_S": "300",
             "OMP_NUM_THREADS": "1",
         },
     )

@@ -5,7 +5,8 @@ every task and passes signals on, ``scontrol`` answers from the job's state in `
 was seen to do: a requeue or a cancellation ends the script, nodes can be excluded of a pending job only, preemption
 signals the tasks but not the script, a cancelled job can be requeued, and the script itself has ``SLURM_PROCID=0``.
 
-``$STUB_EVENTS``: ``[{"start": 0, "seen": "text in the log", "do": "warn" | "preempt" | "cancel"}, ...]``, each once.
+``$STUB_EVENTS``: ``[{"start": 0, "seen": ["text in the log", ...], "do": "warn" | "preempt" | "cancel"}, ...]``, each
+once, when all its texts are there; it leaves a file of its name in ``$STUB_DIR``. ``$STUB_JOB``: the job's number.
 ``$STUB_NODES``: the nodes there are. ``$STUB_GPUS``: ``{"node": GPUs that nvidia-smi lists}``.
 """
 
@@ -22,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-JOB = "4242"
+JOB = os.environ["STUB_JOB"]
 STATE = Path(os.environ["STUB_DIR"]) / "job.json"
 TASKS = STATE.with_name("tasks.json")
 
@@ -85,7 +86,7 @@ def run_once(script: Path, arguments: list[str], options: dict[str, str], start:
         while script_run.poll() is None:
             time.sleep(0.05)
             text = path.read_bytes()[before:].decode()
-            for event in [event for event in events if event["seen"] in text]:
+            for event in [event for event in events if all(seen in text for seen in event["seen"])]:
                 events.remove(event)
                 happen(event["do"], script_run)
             if read()["JobState"] == "PENDING" and not told:
@@ -99,14 +100,14 @@ def run_once(script: Path, arguments: list[str], options: dict[str, str], start:
 def happen(what: str, script: subprocess.Popen) -> None:
     if what == "warn":  # --signal=B:USR1@seconds
         script.send_signal(signal.SIGUSR1)
-        return
     if what == "preempt":
         write(PreemptTime="2026-01-01T00:00:00")
     if what == "cancel":
         write(JobState="COMPLETING")
         script.terminate()
-    for task in json.loads(TASKS.read_text()):
+    for task in json.loads(TASKS.read_text()) if what != "warn" else ():
         os.kill(task, signal.SIGTERM)
+    STATE.with_name(what).touch()
 
 
 def srun(arguments: list[str]) -> int:
@@ -118,7 +119,15 @@ def srun(arguments: list[str]) -> int:
         assert option in ("--label", "--kill-on-bad-exit=0", "--kill-on-bad-exit=1"), option
     nodes, total = os.environ["SLURM_JOB_NODELIST"].split(","), int(os.environ["SLURM_NTASKS"])
     per_node = total // len(nodes)
-    tasks, readers = [], []
+    tasks: list[subprocess.Popen] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        for task in tasks:
+            if task.poll() is None:
+                task.send_signal(number)
+
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, pass_on)
     for rank in range(total):
         place = {
             "SLURM_PROCID": str(rank),
@@ -128,25 +137,18 @@ def srun(arguments: list[str]) -> int:
         }
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         tasks.append(subprocess.Popen(arguments, env=os.environ | place, **pipe))
-        prefix = f"{rank}: " if label else ""
-        readers.append(threading.Thread(target=copy, args=(tasks[-1].stdout, prefix)))
-        readers[-1].start()
     TASKS.write_text(json.dumps([task.pid for task in tasks]))
-
-    def pass_on(number: int, frame: object) -> None:
-        for task in tasks:
-            if task.poll() is None:
-                task.send_signal(number)
-
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, pass_on)
+    prefixes = [f"{rank}: " if label else "" for rank in range(total)]
+    readers = [threading.Thread(target=copy, args=(t.stdout, p)) for t, p in zip(tasks, prefixes, strict=True)]
+    for reader in readers:  # not before: what a log says is what an event may wait for
+        reader.start()
     ended = 0.0
     while any(task.poll() is None for task in tasks):
         time.sleep(0.02)
         if kill and not ended and any(task.poll() for task in tasks):
             ended = time.monotonic()
             pass_on(signal.SIGTERM, None)
-        if ended and time.monotonic() > ended + 15:
+        if ended and time.monotonic() > ended + 300:
             pass_on(signal.SIGKILL, None)
     for reader in readers:
         reader.join()

@@ -13,6 +13,14 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 KEY = "0123456789abcdef" * 2 + "89abcdef"
 STEP_TOKENS = 4 * 64
+STOPS = ((0, 3, "warn"), (1, 7, "preempt"))
+WAITING = """#!/bin/bash
+case "$1 $2 ${{SLURM_RESTART_COUNT:-0}}" in
+  "-m train 0") shift 2; set -- tests/at_step.py 4 wait "$@" ;;
+  "-m train 1") shift 2; set -- tests/at_step.py 8 wait "$@" ;;
+esac
+exec {python} "$@"
+"""
 
 
 @pytest.fixture
@@ -67,10 +75,14 @@ def test_a_preempted_run_ends_like_one_that_was_not(real, toy: list[str], tmp_pa
     whole = real.submit("name=whole", *toy, **environment)
     assert whole.code == 0, whole.log
     (tmp_path / "slurm-4242.log").unlink()
-    events = ({"start": 0, "seen": "\n0: step=3 ", "do": "warn"}, {"start": 1, "seen": "\n0: step=7 ", "do": "preempt"})
-    parts = real.submit("name=parts", *toy, events=events, **environment)
+    python = tmp_path / "venv" / "bin" / "python"  # where the runs of the first two starts wait for their signal
+    python.parent.mkdir(parents=True)
+    python.write_text(WAITING.format(python=sys.executable))
+    python.chmod(0o755)
+    events = [{"start": start, "seen": [f"\n0: step={step} "], "do": what} for start, step, what in STOPS]
+    parts = real.submit("name=parts", *toy, events=events, NARROWS_VENV=str(tmp_path / "venv"), **environment)
     assert parts.code == 0, parts.log
-    for text in ("Stopped by SIGUSR1 after step", "Stopped by SIGTERM after step", "start 2 on localhost node2"):
+    for text in ("Stopped by SIGUSR1 after step 4", "Stopped by SIGTERM after step 8", "start 2 on localhost node2"):
         assert text in parts.log, parts.log
     assert parts.log.count("requeueing") == 2 and parts.log.count("continuing from") == 2
     assert losses(tmp_path / "runs" / "parts") == losses(tmp_path / "runs" / "whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "slurm" / name for name in ("env.sh", "healthcheck.sh", "train.sbatch")]
-UNTIL_SIGNAL = "trap 'sleep 0.5; echo saved; exit 75' USR1 TERM\necho ready\nfor i in {1..99}; do sleep 0.1; done\n"
+UNTIL_SIGNAL = "trap 'sleep 0.5; echo saved; exit 75' USR1 TERM\necho ready\nfor i in {1..6000}; do sleep 0.1; done\n"
+BOTH_READY = ["0: ready", "1: ready"]
 FIRST_START = "if ((start)); then echo resumed; exit 0; fi\n"
 
 
@@ -19,6 +21,11 @@ def test_shellcheck() -> None:
     command = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([command, "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def when(seen: list[str], event: str) -> dict:
+    """An event of the job's first start, once its log holds all these texts."""
+    return {"start": 0, "seen": seen, "do": event}
 
 
 # --- env.sh
@@ -114,7 +121,7 @@ def test_arguments_reach_every_rank_unchanged(cluster) -> None:
 @pytest.mark.parametrize("event", ["warn", "preempt"])
 def test_a_run_that_saved_is_requeued_with_the_same_arguments(cluster, event: str) -> None:
     cluster.python('echo "$3 start $start"\n' + FIRST_START + UNTIL_SIGNAL)
-    result = cluster.submit("name=mine", events=({"start": 0, "seen": "1: ready", "do": event},))
+    result = cluster.submit("name=mine", events=(when(BOTH_READY, event),))
     assert result.code == 0 and result.state["JobState"] == "COMPLETED", result.log
     for line in ("0: name=mine start 0", "1: saved", "requeueing", "0: name=mine start 1", "1: resumed"):
         assert line in result.log, result.log
@@ -124,22 +131,35 @@ def test_a_run_that_saved_is_requeued_with_the_same_arguments(cluster, event: st
 
 @pytest.mark.parametrize("event", ["warn", "preempt"])
 def test_a_signal_before_the_first_step_requeues_too(cluster, event: str) -> None:
-    cluster.python(FIRST_START + "echo loading\nexec sleep 20\n")
-    result = cluster.submit(events=({"start": 0, "seen": "1: loading", "do": event},))
+    cluster.python(FIRST_START + "echo loading\nexec sleep 600\n")
+    result = cluster.submit(events=(when(["0: loading", "1: loading"], event),))
     assert result.code == 0 and "1: resumed" in result.log, result.log
 
 
 def test_a_signal_during_the_health_check_requeues(cluster) -> None:
     cluster.python(FIRST_START)
-    slow = cluster.directory / "venv" / "bin" / "python"
-    slow.write_text(slow.read_text().replace("echo", '[[ ${SLURM_RESTART_COUNT:-0} == 1 ]] || exec sleep 20; echo', 1))
-    result = cluster.submit(events=({"start": 0, "seen": "start 0 on", "do": "warn"},))
+    python = cluster.directory / "venv" / "bin" / "python"
+    slow = 'if ((${SLURM_RESTART_COUNT:-0} == 0)); then echo "$SLURM_PROCID checks" >>"$STUB_DIR/slurm-4242.log"; '
+    slow += 'until [[ -e $STUB_DIR/warn ]]; do sleep 0.1; done; fi\n'
+    head = "#!/usr/bin/env bash\n"
+    python.write_text(python.read_text().replace(head, head + slow))
+    result = cluster.submit(events=(when(["0 checks", "1 checks"], "warn"),))
     assert result.code == 0 and "1: resumed" in result.log and "without" not in result.log, result.log
+
+
+def test_a_signal_before_the_health_check_requeues(cluster) -> None:
+    cluster.python(FIRST_START + "echo went on\n")
+    command = cluster.directory / "bin" / "mktemp"  # which the script calls before that
+    wait = 'until [ -e "$STUB_DIR/warn" ]; do sleep 0.1; done'
+    command.write_text(f'#!/bin/sh\n{wait}\nexec {shutil.which("mktemp")} "$@"\n')
+    command.chmod(0o755)
+    result = cluster.submit(events=(when(["start 0 on"], "warn"),))
+    assert result.code == 0 and "1: resumed" in result.log and "went on" not in result.log, result.log
 
 
 def test_a_cancelled_job_stays_cancelled(cluster) -> None:
     cluster.python(FIRST_START + UNTIL_SIGNAL)
-    result = cluster.submit(events=({"start": 0, "seen": "1: ready", "do": "cancel"},))
+    result = cluster.submit(events=(when(BOTH_READY, "cancel"),))
     assert result.code == 75 and "0: saved" in result.log
     assert "not requeued here: the job's state is COMPLETING" in result.log and "resumed" not in result.log
 
@@ -152,7 +172,7 @@ def test_a_failed_run_is_not_requeued(cluster, code: int) -> None:
 
 
 def test_one_failed_rank_ends_the_others(cluster) -> None:
-    cluster.python(FIRST_START + "if ((rank)); then kill -9 $$; fi\nexec sleep 60\n")
+    cluster.python(FIRST_START + "if ((rank)); then kill -9 $$; fi\nexec sleep 600\n")
     result = cluster.submit()
     assert result.code in (137, 143) and result.state["JobState"] == "FAILED" and "requeueing" not in result.log
 
