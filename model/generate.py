@@ -88,9 +88,9 @@ class Generator:
 
     max_running: sequences that run at once, others wait in order. prefill_tokens: prompt tokens of one pass; longer
     prompts are prefilled in chunks. record_routing: fill `Sample.routing`. prefix_tokens: keep the main KV and index
-    keys of so many tokens for prompts that begin alike; a hit is followed by bounded replay, which is an approximation:
-    samples then depend on what was kept. The policy may change between steps: set `version`, and the tokens from then
-    on carry it (and what was kept for others is forgotten).
+    keys of so many tokens for prompts (without images) that begin alike; a hit is followed by bounded replay, which is
+    an approximation: samples then depend on what was kept. The policy may change between steps: set `version`, and the
+    tokens from then on carry it (and what was kept for others is forgotten).
 
     With `runtime.decoder_replay` the decoder passes over the last `sliding_window` tokens of each prompt only.
     """
@@ -326,11 +326,16 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
     """Tokens int64 [B] and their log-probabilities fp64 [B].
 
     logits fp32 [B, V]; temperature [B] (0 = greedy), top_p [B], u fp64 [B] in [0, 1): each row's place in its
-    cumulative distribution.
+    cumulative distribution. Raises FloatingPointError if a row is no distribution.
     """
     temperature, top_p, u = (x.to(logits.device, torch.float64) for x in (temperature, top_p, u))
     greedy = temperature == 0
     log_p = (logits.double() / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    broken = int(log_p.isnan().any(-1).sum())
+    if broken:
+        raise FloatingPointError(
+            f"the logits of {broken} of {len(logits)} sequences hold NaN or infinity; no token can be drawn"
+        )
     if bool((top_p < 1).any()):
         ranked = log_p.sort(-1, descending=True)
         p = ranked.values.exp()
@@ -362,6 +367,8 @@ def _check(request: Request, model: DeepseekV41) -> None:
         problems.append(f"top_p: is {request.top_p}, must be above 0 and at most 1")
     if request.images is not None:
         wanted = {"pixel_values", "image_grid_hws", "vision_token_types"}
+        if model.config.vision is None:
+            problems.append("images: this model's configuration has no vision_config, prompts can only be text")
         if set(request.images) != wanted:
             problems.append(f"images: has {sorted(request.images)}, must have {sorted(wanted)}")
         elif tuple(request.images["vision_token_types"].shape) != (len(request.prompt),):

@@ -293,6 +293,13 @@ def test_draw_takes_no_token_of_zero_probability() -> None:
     assert log_probs.exp().tolist() == pytest.approx([0.5] * 3)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_is_drawn_from_what_is_no_distribution(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 0.0]])
+    with pytest.raises(FloatingPointError, match="the logits of 2 of 3 sequences"):
+        draw(logits, torch.full((3,), temperature), torch.ones(3), torch.zeros(3))
+
+
 def test_uniform_numbers_of_seeds_and_positions() -> None:
     """In [0, 1), all different, and neighbours do not go together."""
     numbers = [[uniform(seed, position) for position in range(60)] for seed in range(60)]
@@ -323,6 +330,7 @@ def test_stops() -> None:
         ({"temperature": -1.0}, "temperature: is -1.0"),
         ({"top_p": 0.0}, "top_p: is 0.0"),
         ({"images": {}}, "images: has"),
+        ({"images": {}}, "no vision_config"),
     ],
 )
 def test_requests_that_cannot_be_run(changes: dict, message: str) -> None:

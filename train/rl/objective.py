@@ -2,7 +2,7 @@
 
 For a token with ratio r = pi / pi_behaviour and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A), summed
 over tokens and divided by the step's tokens, plus, if wanted, a KL divergence to the reference policy. The tokens of an
-off-policy sequence (see ``drifted``) count in the divisor only.
+off-policy sequence (see ``drifted``) have no part in the former; they count in the divisor and in the divergence.
 """
 
 from __future__ import annotations

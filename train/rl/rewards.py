@@ -74,6 +74,8 @@ class Rewards:
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:  # a thread may just have started one in the place of another
+            worker.close()
 
     def _call(self, request: dict[str, Any]) -> Outcome:
         worker = self._idle.get()
@@ -134,6 +136,8 @@ class _Worker:
         self._write({"path": [entry or os.getcwd() for entry in sys.path], "functions": self.functions})
 
     def _end(self) -> None:
+        if self.process.returncode is not None:  # its id may be another's by now
+            return
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(self.process.pid).children(recursive=True)  # some may have left the process group
