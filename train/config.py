@@ -13,14 +13,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
-from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from data import DataConfig
@@ -30,13 +29,9 @@ from train.errors import InputError
 from train.initial import find_origin
 from train.recipe import LORA_TARGETS
 from train.rl.settings import RlConfig
+from train.strict import STRICT
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0)]
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -48,21 +43,21 @@ class TaskConfig:
     """
 
     kind: Literal["pretrain", "sft", "rl", "distill", "plan"]  # plan: compute what the rest of this configuration costs
-    tokens: Positive  # the run ends with the first step at which this many real (non-padding) tokens were trained on
+    tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
-    micro_batch: Positive  # rows in one forward pass of a process, at most
-    accumulation: Positive  # forward passes in one optimizer step, all processes together
-    eval_every: Positive  # optimizer steps between evaluations; first and last state are always evaluated
+    micro_batch: PositiveInt  # rows in one forward pass of a process, at most
+    accumulation: PositiveInt  # forward passes in one optimizer step, all processes together
+    eval_every: PositiveInt  # optimizer steps between evaluations; first and last state are always evaluated
     sample_prompt: str  # continued once the run is complete
-    sample_tokens: NonNegative
-    sample_temperature: Rate  # 0 = greedy
+    sample_tokens: NonNegativeInt
+    sample_temperature: NonNegativeFloat  # 0 = greedy
 
     def share(self, ranks: int) -> tuple[int, int]:
         """(rows in a forward pass, forward passes in a step) of each of so many processes.
 
         No process runs more passes, or more rows in one, than a single one would.
         """
-        passes = gcd(self.accumulation, ranks)
+        passes = math.gcd(self.accumulation, ranks)
         return self.micro_batch // (ranks // passes), self.accumulation // passes
 
 
@@ -73,13 +68,13 @@ class OptimConfig:
     rules: Literal["adamw", "report"]  # the table in train/recipe.py
     per_head: bool  # report only: orthogonalise wq_b and the vision wqkv head by head
     tables: Literal["sinkhorn", "adamw"]  # report only: method of embedding, head and Engram tables
-    tables_lr_factor: Annotated[float, Field(gt=0)]  # report only: multiplies the tables' learning rate
-    engram_lr_factor: Annotated[float, Field(gt=0)]  # the Engram tables' own factor
+    tables_lr_factor: PositiveFloat  # report only: multiplies the tables' learning rate
+    engram_lr_factor: PositiveFloat  # the Engram tables' own factor
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
-    clip: Annotated[float, Field(gt=0)]  # global gradient norm
+    clip: PositiveFloat  # global gradient norm
     balance: Literal["separate", "shared", "off"]  # router biases follow each modality, the total, nothing
-    balance_rate: Rate  # step of the router biases
+    balance_rate: NonNegativeFloat  # step of the router biases
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -87,8 +82,8 @@ class LoraConfig:
     """Train low-rank factors beside the frozen weights instead of the weights; see ``train/lora.py``."""
 
     targets: list[str]  # what gets factors: names in LORA_TARGETS of train/recipe.py; none: no LoRA
-    rank: Positive
-    alpha: Annotated[float, Field(gt=0)]  # the factors' product counts alpha / rank
+    rank: PositiveInt
+    alpha: PositiveFloat  # the factors' product counts alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)]  # of what the factors of linear layers and experts read
 
     @property
@@ -100,8 +95,8 @@ class LoraConfig:
 class CheckpointConfig:
     """When the run state is written and how many of them stay."""
 
-    every: Positive  # optimizer steps
-    keep: Positive
+    every: PositiveInt  # optimizer steps
+    keep: PositiveInt
     asynchronous: bool  # copy the state into host memory and write it while training goes on
     # Write the complete run's model as a checkpoint folder, <run>/export: in its own precision, or quantised as the
     # released one is.
@@ -114,11 +109,11 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
-    data_parallel: Positive  # processes, one a GPU; each has its own rows of a step
-    expert_parallel: Positive  # processes that the routed experts of a layer are split over
-    table_shards: Positive  # processes that the rows of an Engram table are split over
+    data_parallel: PositiveInt  # processes, one a GPU; each has its own rows of a step
+    expert_parallel: PositiveInt  # processes that the routed experts of a layer are split over
+    table_shards: PositiveInt  # processes that the rows of an Engram table are split over
     shard_embeddings: bool  # split the token embedding and the head like the Engram tables
-    gpu_memory_gib: Annotated[float, Field(gt=0)] | None  # of one GPU; what task=plan compares with
+    gpu_memory_gib: PositiveFloat | None  # of one GPU; what task=plan compares with
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -136,7 +131,7 @@ class Config:
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     output: str  # run directories are made in here
-    seed: NonNegative
+    seed: NonNegativeInt
     task: TaskConfig
     model: dict[str, Any]
     runtime: Runtime
@@ -156,17 +151,17 @@ class Config:
 
 
 @dataclass(config=STRICT, frozen=True)
-class ConversionTask:
-    """Which task this is."""
+class SmallTask:
+    """A task that needs no training configuration."""
 
-    kind: Literal["convert"]
+    kind: Literal["convert", "merge"]
 
 
 @dataclass(config=STRICT, frozen=True)
 class Conversion:
     """``task=convert``: a checkpoint folder in another format. The sections of a training run are not looked at."""
 
-    task: ConversionTask
+    task: SmallTask
     src: str  # a checkpoint folder
     dst: str  # a new folder
     format: Literal["released", "bf16"]
@@ -174,17 +169,10 @@ class Conversion:
 
 
 @dataclass(config=STRICT, frozen=True)
-class MergerTask:
-    """Which task this is."""
-
-    kind: Literal["merge"]
-
-
-@dataclass(config=STRICT, frozen=True)
 class Merger:
     """``task=merge``: the weighted average of checkpoints. The sections of a training run are not looked at."""
 
-    task: MergerTask
+    task: SmallTask
     checkpoints: Annotated[list[str], Field(min_length=1)]  # each as for ``init_from``
     weights: list[float] | None  # of each; None: equal shares
     dst: str  # a new folder
@@ -207,7 +195,6 @@ class Merger:
             yield problem("weights", self.weights, rule, remedy)
 
 
-# Tasks that need no training configuration
 SMALL = {"convert": Conversion, "merge": Merger}
 
 
@@ -393,28 +380,26 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _lora_checks(config)
     for text in config.data.problems():
         yield {"data"}, text if text.startswith("data.") else f"data.{text}"
-    if config.task.kind == "sft":
-        if config.data.source != "chat":
-            rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
-            yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
+    if config.task.kind == "sft" and config.data.source != "chat":
+        rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
+        yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
     if config.task.kind in ("sft", "rl", "distill") and config.init_from is None:
         rule = f"task={config.task.kind} starts from a checkpoint"
         yield {"init_from"}, problem("init_from", None, rule, "Name its folder or a run directory: init_from=...")
     yield from _rl_checks(config)
-    parallel = config.parallel
+    yield from _parallel_checks(config.parallel, config.task)
+
+
+def _parallel_checks(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
     if parallel.device == "cuda" and not torch.cuda.is_available():
-        yield (
-            {"parallel.device"},
-            problem("parallel.device", "cuda", "no CUDA device is present", "Use parallel.device=auto or cpu"),
-        )
-    task, ranks = config.task, parallel.data_parallel
-    if task.micro_batch * task.accumulation % ranks:
-        rule = f"a step's {task.micro_batch * task.accumulation} rows (with task.accumulation = {task.accumulation}) "
+        rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
+        yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
+    rows, ranks = task.micro_batch * task.accumulation, parallel.data_parallel
+    if rows % ranks:
+        rule = f"a step's {rows} rows (with task.accumulation = {task.accumulation}) "
         rule += f"cannot be shared evenly by parallel.data_parallel = {ranks} processes"
-        yield (
-            {"task.micro_batch", "task.accumulation", "parallel.data_parallel"},
-            problem("task.micro_batch", task.micro_batch, rule, f"Make the product a multiple of {ranks}"),
-        )
+        keys = {"task.micro_batch", "task.accumulation", "parallel.data_parallel"}
+        yield keys, problem("task.micro_batch", task.micro_batch, rule, f"Make the product a multiple of {ranks}")
     for key in ("expert_parallel", "table_shards"):
         if ranks % getattr(parallel, key):
             rule = f"must divide parallel.data_parallel = {ranks}"
@@ -472,25 +457,12 @@ def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         value, remedy = config.parallel.expert_parallel, "Choose a divisor"
         yield {"parallel.expert_parallel"}, problem("parallel.expert_parallel", value, rule, remedy)
     if config.task.seq_len > text.max_position_embeddings:
-        yield (
-            {"task.seq_len"},
-            problem(
-                "task.seq_len",
-                config.task.seq_len,
-                f"longer than model.text_config.max_position_embeddings = {text.max_position_embeddings}",
-                "Shorten the rows or raise max_position_embeddings",
-            ),
-        )
+        rule = f"longer than model.text_config.max_position_embeddings = {text.max_position_embeddings}"
+        remedy = "Shorten the rows or raise max_position_embeddings"
+        yield {"task.seq_len"}, problem("task.seq_len", config.task.seq_len, rule, remedy)
     if config.data.tokenizer == "train" and config.data.vocab_size > text.vocab_size:
-        yield (
-            {"data.vocab_size"},
-            problem(
-                "data.vocab_size",
-                config.data.vocab_size,
-                f"more entries than model.text_config.vocab_size = {text.vocab_size}",
-                "Make them equal",
-            ),
-        )
+        rule = f"more entries than model.text_config.vocab_size = {text.vocab_size}"
+        yield {"data.vocab_size"}, problem("data.vocab_size", config.data.vocab_size, rule, "Make them equal")
 
 
 def _optim_checks(optim: OptimConfig) -> Iterator[tuple[set[str], str]]:

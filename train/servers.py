@@ -22,13 +22,12 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
-from pydantic import ConfigDict, Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from train.errors import InputError
+from train.strict import STRICT
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-Seconds = Annotated[float, Field(gt=0)]
 PASSING = (408, 425, 429)  # and 5xx: the same request may succeed later
 LONGEST_WAIT = 60.0  # seconds that a server may ask to be left alone, and that waits grow to
 
@@ -52,11 +51,11 @@ class ServersConfig:
     update: Annotated[list[Call], Field(min_length=1)]  # what makes a server load weights, in this order
     version: str | None  # where GET tells the `weight_version` that is served; null: the calls are trusted
     routing: bool  # ask for the experts of every position, for routing replay (SGLang)
-    connect_seconds: Seconds
-    silence_seconds: Seconds  # without a token, which includes waiting for a turn at the server
-    update_seconds: Seconds  # of a call of `update`
-    retries: Annotated[int, Field(ge=0)]  # further attempts in a row before a server is left out
-    backoff_seconds: Annotated[float, Field(ge=0)]  # before the first further attempt; it doubles with each
+    connect_seconds: PositiveFloat
+    silence_seconds: PositiveFloat  # without a token, which includes waiting for a turn at the server
+    update_seconds: PositiveFloat  # of a call of `update`
+    retries: NonNegativeInt  # further attempts in a row before a server is left out
+    backoff_seconds: NonNegativeFloat  # before the first further attempt; it doubles with each
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings beside their types."""

@@ -36,9 +36,10 @@ from rich.table import Table
 from train import checkpoint
 from train.build import build
 from train.checkpoint import write_text
-from train.config import CONF_DIR, STRICT, Config, differences, open_overrides, parse, to_dict
+from train.config import CONF_DIR, Config, differences, open_overrides, parse, to_dict
 from train.errors import REFUSED, InputError, given
 from train.loop import evaluate, resume
+from train.strict import STRICT
 
 IRRELEVANT = (  # move no weight
     "name",

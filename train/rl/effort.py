@@ -12,24 +12,24 @@ compete with each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from data.chat import effort_budget
+from train.strict import STRICT
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class LengthTerm:
     """The constants of the length term; the report gives none, so the defaults in ``conf/`` are ours."""
 
-    c_max: Annotated[float, Field(ge=0)]  # C_max: a response never loses more than this
-    k0: Annotated[float, Field(ge=0)]  # price of l_norm tokens at the lowest effort; 0: length costs nothing
-    l_norm: Annotated[float, Field(gt=0)]  # L_norm, tokens
-    spread: Annotated[float, Field(gt=0)]  # lambda: efforts, in mean spacings, over which the price falls by e
+    c_max: NonNegativeFloat  # C_max: a response never loses more than this
+    k0: NonNegativeFloat  # price of l_norm tokens at the lowest effort; 0: length costs nothing
+    l_norm: PositiveFloat  # L_norm, tokens
+    spread: PositiveFloat  # lambda: efforts, in mean spacings, over which the price falls by e
 
     def price(self, effort: Tensor, trained: Sequence[int]) -> Tensor:
         """k(b) of efforts [N], given the efforts that are trained. A single one has no spacing: the price is k0."""

@@ -10,21 +10,22 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from model import token_log_probs
+from train.strict import STRICT
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class PolicyLoss:
     """How far a step may carry the policy away from the one that wrote the responses, and from the reference."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)]
-    clip_high: Annotated[float, Field(gt=0)]
-    drift: Annotated[float, Field(gt=0)] | None  # nats per token: a bad response further off-policy than this is masked
-    kl: Annotated[float, Field(ge=0)]  # weight of the divergence from the policy the run began with; 0: none is kept
+    clip_high: PositiveFloat
+    drift: PositiveFloat | None  # nats per token: a bad response further off-policy than this is masked
+    kl: NonNegativeFloat  # weight of the divergence from the policy the run began with; 0: none is kept
 
 
 class PolicyObjective:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from train.initial import find_origin
 from train.rl.effort import LengthTerm, training_efforts
 from train.rl.objective import PolicyLoss
 from train.servers import ServersConfig
+from train.strict import STRICT
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-Positive = Annotated[int, Field(ge=1)]
 Effort = Any  # a name or a number, checked by `effort_budget`, to which a bool is none
 
 
@@ -35,18 +34,18 @@ class RlConfig:
     tasks: Annotated[list[RlTask], Field(min_length=1)]
     efforts: list[Effort]  # every prompt is asked under each of them, by number or name
     # Responses to a prompt under each effort (the report's M_b), in the order of the efforts.
-    samples: Annotated[list[Positive], Field(min_length=1)]
-    prompts: Positive  # in a step, over all processes
+    samples: Annotated[list[PositiveInt], Field(min_length=1)]
+    prompts: PositiveInt  # in a step, over all processes
     max_tokens: Annotated[int, Field(ge=2)]  # of a response; one that is longer is cut and gets no reward
-    temperature: Annotated[float, Field(gt=0)]
+    temperature: PositiveFloat
     length: LengthTerm | None  # task=rl
     loss: PolicyLoss | None  # task=rl
-    staleness: Annotated[int, Field(ge=0)]  # tokens drawn more policy versions ago than this are not trained on
-    ahead: Annotated[float, Field(ge=0)]  # responses begun for later steps, as a share of a step's; 0: none
-    in_flight: Positive  # responses that a process writes at once
-    reward_workers: Positive  # processes that call reward functions
-    reward_seconds: Annotated[float, Field(gt=0)]  # of a call; then it counts as 0
-    eval_prompts: Positive  # held-out prompts of an evaluation, each asked once under every effort
+    staleness: NonNegativeInt  # tokens drawn more policy versions ago than this are not trained on
+    ahead: NonNegativeFloat  # responses begun for later steps, as a share of a step's; 0: none
+    in_flight: PositiveInt  # responses that a process writes at once
+    reward_workers: PositiveInt  # processes that call reward functions
+    reward_seconds: PositiveFloat  # of a call; then it counts as 0
+    eval_prompts: PositiveInt  # held-out prompts of an evaluation, each asked once under every effort
     eval_efforts: list[Effort]
     rollout: ServersConfig | None = None  # the inference servers that write responses; null: this process does
 
