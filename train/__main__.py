@@ -44,8 +44,6 @@ def run_task(raw: DictConfig) -> None:
     except NonFiniteError as error:
         fail(3, error)
     except Interrupted as error:
-        for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to the ranks that end after the first
-            signal.signal(number, signal.SIG_IGN)
         fail(75, error)
     except RankLost as error:
         fail(LOST, error, told=error.told)
@@ -57,6 +55,8 @@ def run_task(raw: DictConfig) -> None:
 
 def fail(code: int, error: Exception, told: bool | None = None) -> None:
     """End with a message. Of several processes rank 0 prints it: it hears of every other's, see ``train/watch.py``."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to those that end after the first: 143 for `code`
+        signal.signal(number, signal.SIG_IGN)
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
     if not told:

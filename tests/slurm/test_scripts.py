@@ -175,6 +175,7 @@ def test_one_failed_rank_ends_the_others(cluster) -> None:
     cluster.python(FIRST_START + "if ((rank)); then kill -9 $$; fi\nexec sleep 600\n")
     result = cluster.submit()
     assert result.code in (137, 143) and result.state["JobState"] == "FAILED" and "requeueing" not in result.log
+    assert f"ended with exit code {result.code}: signal {result.code - 128} ended a rank" in result.log
 
 
 def test_requeueing_has_an_end(cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from optim.place import share_out
 from train import watch
+from train.__main__ import fail
 from train.config import ConfigError
 from train.engine import Place, World, find_place, launch, pick_device
 from train.watch import Watch
@@ -96,6 +98,22 @@ def test_the_device_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
         assert pick_device("auto", Place(7, 8, 3)) == torch.device("cuda", index)
     assert pick_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 75])
+def test_a_process_that_ends_keeps_its_exit_code(code: int) -> None:
+    """Although srun sends a signal to the ranks that are still there when the first has ended."""
+    signals = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in signals]
+    try:
+        with pytest.raises(SystemExit) as end:
+            fail(code, RuntimeError("made up"))
+        for number in signals:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    assert end.value.code == code
 
 
 def test_numbers_of_a_lone_process_are_left_alone() -> None:
