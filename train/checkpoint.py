@@ -166,7 +166,7 @@ def load(
             first difference.
     """
     manifest, index = _read_manifest(folder), storage.read_index(folder)
-    difference = first_difference(manifest["model"], model_config)
+    difference = first_difference(_as_today(manifest["model"]), model_config)
     if difference:
         raise CheckpointError(
             f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
@@ -266,6 +266,14 @@ def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
                 return found
         return None
     return None if saved == wanted else f"{key} is {saved!r} there and {wanted!r} here"
+
+
+def _as_today(model: dict[str, Any]) -> dict[str, Any]:
+    """A saved model configuration with the defaults of keys that there were none of then."""
+    try:
+        return ModelConfig.from_dict(model).to_dict()
+    except ValueError:  # it has others, which the comparison names
+        return model
 
 
 def random_state() -> dict[str, Any]:

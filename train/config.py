@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -362,15 +362,15 @@ def _known_keys(path: list[str], whole: type) -> list[str]:
     return list(node.get("properties", {}))
 
 
-def _reference() -> dict[str, Any]:
+def _reference(*choices: str) -> dict[str, Any]:
     """The plain default configuration: stands in for wrong values while the other rules are checked."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     if GlobalHydra.instance().is_initialized():
-        return OmegaConf.to_container(compose("train"), resolve=True)
+        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return OmegaConf.to_container(compose("train"), resolve=True)
+        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
 
 
 def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -537,12 +537,14 @@ def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any
 
 
 def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Changes to report when the run in ``config.run_dir`` continues under ``config``.
+    """Changes to report when the run in ``config.run_dir`` continues under ``config``. A setting that there was none of
+    when the run was saved counts as saved with its default.
 
     Raises:
         ConfigError: naming every key whose change would not continue that run but make another one.
     """
-    changed = differences(saved, config)
+    complete = _completed(saved, config.task.kind)
+    changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
     shown = {key: f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed}
     fatal = [
         f"{text}: the run in {config.run_dir} was trained with the first value and cannot continue with the second. "
@@ -553,6 +555,27 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     if fatal:
         raise ConfigError(fatal)
     return list(shown.values())
+
+
+def _completed(saved: Mapping[str, Any], kind: str) -> Config | None:
+    """A saved configuration of task ``kind`` with today's defaults for what it lacks; None if it has what is gone."""
+    tree = _overlaid(_reference(f"task={kind}"), saved)
+    tree["model"] = saved.get("model")  # not laid over another one
+    try:
+        return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True))
+    except ValueError:
+        return None
+
+
+def _whole_model(config: Config) -> Config:
+    """With every key of the model, also those that were left to their defaults."""
+    return replace(config, model=ModelConfig.from_dict(config.model).to_dict())
+
+
+def _overlaid(tree: Any, values: Any) -> Any:
+    if not isinstance(tree, Mapping) or not isinstance(values, Mapping):
+        return values
+    return {**tree, **{key: _overlaid(tree.get(key), value) for key, value in values.items()}}
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model import ModelConfig
 from optim import Optimizer, Rule, assign
 from train import checkpoint, storage
 from train.checkpoint import Background, State
@@ -144,6 +145,18 @@ def test_other_model_is_refused_with_the_first_difference(tmp_path: Path) -> Non
     parts["model"].extra = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(CheckpointError, match="tensor extra is only here"):
         load(folder, parts)
+
+
+def test_a_key_of_the_model_that_came_later_counts_as_saved_with_its_default(tmp_path: Path) -> None:
+    config = ModelConfig().to_dict()
+    folder = save(tmp_path, model_config=config)
+    manifest = json.loads((folder / "state.json").read_text())
+    del manifest["model"]["text_config"]["hc_mult"]
+    (folder / "state.json").write_text(json.dumps(manifest))
+    assert load(folder, model_config=config).step == 1
+    config["text_config"]["hc_mult"] = 2
+    with pytest.raises(CheckpointError, match="model.text_config.hc_mult is 4 there and 2 here"):
+        load(folder, model_config=config)
 
 
 class Bomb:

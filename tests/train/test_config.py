@@ -187,6 +187,24 @@ def test_round_trip_has_no_difference(make_config) -> None:
     assert differences(to_dict(config), config) == []
 
 
+def test_settings_that_came_later_count_as_saved_with_their_defaults(make_config) -> None:
+    saved = to_dict(make_config("optim=report"))
+    saved.pop("lora"), saved["runtime"].pop("decoder_replay"), saved["optim"].pop("balance")
+    saved["model"]["text_config"].pop("index_n_heads")  # 32 unless it is given
+    now = ("optim=report", "model.text_config.index_n_heads=32")
+    assert check_resumable(saved, make_config(*now)) == []
+    assert check_resumable(saved, make_config(*now, "task.tokens=99")) == ["task.tokens: 1472 -> 99"]
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(saved, make_config("optim=report", "runtime.decoder_replay=true", "optim.balance=off"))
+    assert [text.split(": the run")[0] for text in caught.value.problems] == [
+        "model.text_config.index_n_heads: 32 -> 16",
+        'optim.balance: "separate" -> "off"',
+        "runtime.decoder_replay: false -> true",
+    ]
+    with pytest.raises(ConfigError, match="1 problem .*\n.*past.setting: 1 -> null"):
+        check_resumable({**to_dict(make_config()), "past": {"setting": 1}}, make_config())
+
+
 def test_changes_that_continue_and_changes_that_do_not(make_config) -> None:
     saved = to_dict(make_config())
     assert check_resumable(saved, make_config("task.tokens=99", "checkpoint.keep=9")) == [
