@@ -78,7 +78,7 @@ def rl_overrides(overrides, checkpoint_folder: Path, prompts: Path, tmp_path: Pa
         "rl.eval_prompts=3",
         "rl.eval_efforts=[20,50]",
         "rl.reward_workers=1",
-        "rl.reward_seconds=30.0",
+        "rl.reward_seconds=300.0",
         "task.seq_len=128",
         "task.micro_batch=2",
         "task.tokens=1500",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -37,9 +38,9 @@ SETTINGS: dict[str, Any] = {
     "update": [UPDATE],
     "version": "/model_info",
     "routing": False,
-    "connect_seconds": 5.0,
-    "silence_seconds": 30.0,
-    "update_seconds": 30.0,
+    "connect_seconds": 60.0,
+    "silence_seconds": 300.0,
+    "update_seconds": 300.0,
     "retries": 2,
     "backoff_seconds": 0.01,
 }
@@ -86,13 +87,20 @@ def make_rollout(tmp_path: Path) -> Iterator[Callable[..., HttpRollout]]:
         rollout.close()
 
 
-def finish(rollout: Any, seconds: float = 120) -> list[Sample]:
+def finish(rollout: Any, seconds: float = 600) -> list[Sample]:
     """All samples in flight, in the order of their requests."""
     found, end = [], time.monotonic() + seconds
     while rollout.in_flight:
         assert time.monotonic() < end, "nothing comes any more"
         found += rollout.poll()
     return sorted(found, key=lambda sample: sample.id)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.01)
 
 
 def run(rollout: Any, requests: list[Request] = REQUESTS) -> list[Sample]:
@@ -138,10 +146,15 @@ def assert_same(samples: list[Sample], expected: list[Sample], routing: bool = F
 
 @pytest.mark.parametrize("routing", [True, False])
 def test_servers_write_what_this_process_would_write(make_server, make_rollout, model, expected, routing) -> None:
-    servers = [make_server(), make_server()]
+    servers = [make_server(hold=0), make_server(hold=0)]
     rollout = make_rollout(*servers, routing=routing)
     rollout.update_weights(0, model)
-    assert_same(run(rollout), expected, routing)
+    for request in REQUESTS:
+        rollout.submit(request)
+    until(lambda: sum(len(server.bodies) for server in servers) == len(REQUESTS))
+    for server in servers:
+        server.hold = math.inf
+    assert_same(finish(rollout), expected, routing)
     asked = [len(server.bodies) for server in servers]
     assert asked == [3, 3], "both were asked, each for its share"
     assert all(body["model"] == "toy" for server in servers for body in server.bodies)
@@ -180,11 +193,15 @@ def test_only_failures_in_a_row_count(make_server, make_rollout, model, expected
 
 
 def test_requests_that_fail_together_are_one_failure(make_server, make_rollout, model) -> None:
-    server = make_server(seconds=0.05)
-    server.fault = lambda number, body: Fault(cut=2) if number < 6 else None
+    server = make_server(hold=0)
+    server.fault = lambda number, body: Fault(cut=0) if number < 6 else None
     rollout = make_rollout(server, retries=1)
     rollout.update_weights(0, model)
-    samples = run(rollout, [Request((1, 2, 3 + n), max_tokens=4, seed=n) for n in range(6)])
+    for n in range(6):
+        rollout.submit(Request((1, 2, 3 + n), max_tokens=4, seed=n))
+    until(lambda: len(server.bodies) == 6)
+    server.hold = math.inf
+    samples = finish(rollout)
     assert len(samples) == 6 and len(server.bodies) == 12 and rollout.notes() == []
 
 
@@ -203,7 +220,7 @@ def test_a_response_that_breaks_off_goes_on_elsewhere(make_server, make_rollout,
     """With the tokens it has, which are no longer drawn."""
     servers = [make_server(), make_server()]
     servers[0].fault = lambda number, body: fault if number == 0 else None
-    rollout = make_rollout(*servers, silence_seconds=1.0, backoff_seconds=3.0)
+    rollout = make_rollout(*servers, silence_seconds=5.0 if fault.silent else 300.0, backoff_seconds=60.0)
     rollout.update_weights(0, model)
     request = Request((1, 2, 3), max_tokens=12, seed=5)
     (sample,) = run(rollout, [request])
@@ -234,14 +251,13 @@ def _unfinished(event: dict) -> dict:
 
 
 def test_half_of_the_servers_die(make_server, make_rollout, model) -> None:
-    servers = [make_server(seconds=0.2), make_server(seconds=0.2), make_server(), make_server()]
+    servers = [make_server(hold=3), make_server(hold=3), make_server(), make_server()]
     rollout = make_rollout(*servers, retries=0)
     rollout.update_weights(0, model)
     requests = [Request((1, 2, 3), max_tokens=10, seed=n) for n in range(8)]
     for request in requests:
         rollout.submit(request)
-    while not all(sample.tokens for sample in rollout.samples.values()):
-        time.sleep(0.01)
+    until(lambda: all(sample.tokens for sample in rollout.samples.values()))
     for server in servers[:2]:
         server.close()
     samples = finish(rollout)
@@ -259,7 +275,7 @@ def test_half_of_the_servers_die(make_server, make_rollout, model) -> None:
 
 
 def test_without_any_server_all_are_named(make_server, make_rollout, model) -> None:
-    servers = [make_server(seconds=0.02), make_server(seconds=0.02)]
+    servers = [make_server(hold=0), make_server(hold=0)]
     rollout = make_rollout(*servers)
     rollout.update_weights(0, model)
     for request in REQUESTS:
@@ -362,18 +378,19 @@ def routed(event: dict, text: str) -> dict:
 
 def test_new_weights_interrupt_and_go_on(make_server, make_rollout, model, tmp_path: Path) -> None:
     """Every token is of the policy that it says, the ones that were there stay, and old folders go."""
-    servers = [make_server(seconds=0.03), make_server(seconds=0.03)]
+    servers = [make_server(hold=5), make_server(hold=5)]
     rollout = make_rollout(*servers)
     other = tiny_model(seed=1)
     rollout.update_weights(0, model)
     for n in range(4):
         rollout.submit(Request((1, 2, 3 + n), max_tokens=24, seed=n))
-    while not all(len(sample.tokens) > 3 for sample in rollout.samples.values()):
-        rollout.poll()
+    until(lambda: min(lengths(rollout)) > 3)
     written = []
 
     def export(policy: DeepseekV41, folder: Path) -> None:
         written.append(lengths(rollout))
+        for server in servers:
+            server.hold = math.inf
         save_pretrained(policy, folder)
         time.sleep(0.2)
         written.append(lengths(rollout))
@@ -402,9 +419,7 @@ def test_what_ends_before_new_weights_is_handed_over_once(make_server, make_roll
     rollout = make_rollout(make_server())
     rollout.update_weights(0, model)
     rollout.submit(Request((1, 2, 3), max_tokens=2))
-    while lengths(rollout) != [2]:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    until(lambda: lengths(rollout) == [2])
     rollout.update_weights(1, model)
     assert [sample.versions for sample in finish(rollout)] == [[0, 0]]
     assert rollout.poll() == []
@@ -437,25 +452,24 @@ def test_a_server_that_does_not_load_weights_is_left_out(make_server, make_rollo
 
 def test_a_server_that_never_was_there_is_waited_for_and_left_out(make_server, make_rollout, model) -> None:
     server = make_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
-    rollout = make_rollout(server, urls=[nobody, server.url])
-    rollout.update_weights(0, model)
-    assert len(run(rollout)) == 6
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets this port, and nobody listens there
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        rollout = make_rollout(server, urls=[nobody, server.url])
+        rollout.update_weights(0, model)
+        assert len(run(rollout)) == 6
     assert [nobody in note and "could not load weights" in note for note in rollout.notes()] == [True]
 
 
 def test_what_has_begun_survives(make_server, make_rollout, model, tmp_path: Path) -> None:
     """The tokens that were there are not written again, what had finished is handed over."""
-    server = make_server(seconds=0.03)
+    server = make_server(hold=5)
     rollout = make_rollout(server)
     rollout.update_weights(3, model)
     rollout.submit(Request((1, 2), max_tokens=2, seed=0))
     for n in range(3):
         rollout.submit(Request((1, 2, 3 + n), max_tokens=24, seed=n))
-    while not all(len(sample.tokens) > 3 or sample.finish for sample in rollout.samples.values()):
-        time.sleep(0.01)
+    until(lambda: all(len(sample.tokens) > 3 or sample.finish for sample in rollout.samples.values()))
     torch.save(rollout.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     server.close()
@@ -536,7 +550,7 @@ def test_servers_lift_the_bound_on_a_spread_model(make_rl) -> None:
 def servers_of(*servers: ToyServer) -> list[str]:
     """The changes that have ``task=rl`` use servers."""
     urls = ",".join(f"'{server.url}'" for server in servers)
-    waits = ["rl.rollout.backoff_seconds=0.05", "rl.rollout.retries=2", "rl.rollout.silence_seconds=60.0"]
+    waits = ["rl.rollout.backoff_seconds=0.05", "rl.rollout.retries=2", "rl.rollout.silence_seconds=600.0"]
     return ["rollout=sglang", f"rl.rollout.urls=[{urls}]", "rl.rollout.format=plain", *waits]
 
 
@@ -564,13 +578,22 @@ def test_a_run_over_servers(make_rl, make_server) -> None:
 @pytest.mark.slow
 def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_server, monkeypatch) -> None:
     """With responses in flight over several policies, without routing, and with one server that is gone meanwhile."""
-    servers = [make_server(seconds=0.15), make_server(seconds=0.15)]
+    servers = [make_server(), make_server()]
     changes = [*servers_of(*servers), "rl.rollout.routing=false", "rl.ahead=1.0", "task.tokens=2500"]
-    polls, inner = iter(range(10**6)), HttpRollout.poll
+    inner = HttpRollout.poll
+
+    def hold(tokens: float) -> None:
+        for server in servers:
+            server.hold = tokens
 
     def poll(self: HttpRollout) -> list[Sample]:
-        if self.version and next(polls) == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.version and servers[0].hold:
+            hold(0)
+            time.sleep(0.2)  # what is on its way arrives
+            if any(sample.tokens and not sample.finish for sample in self.samples.values()):
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                hold(math.inf)
         return inner(self)
 
     with monkeypatch.context() as patch:
@@ -582,7 +605,7 @@ def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_s
     begun = torch.load(path, weights_only=True)["rollout"]["samples"]
     assert any(sample["tokens"] and not sample["finish"] for sample in begun)
     servers[0].close()
-    servers[1].seconds = 0
+    hold(math.inf)
     asked = len(servers[1].bodies)
     rl.run(config)
     prompts = [tuple(body["prompt"]) for body in servers[1].bodies[asked:]]

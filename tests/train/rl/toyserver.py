@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import socket
 import struct
 import threading
@@ -43,11 +44,11 @@ class ToyServer:
     """Serves from its construction until ``close``. bodies, times: of completions asked for. paths: of all requests.
 
     fault: (number of the completion, its body) -> what goes wrong with it. version: told instead of the loaded one.
-    seconds: between two tokens.
+    hold: it waits once every response has so many tokens; the last of them is not sent yet.
     """
 
-    def __init__(self, port: int = 0, key: str | None = None, seconds: float = 0.0):
-        self.key, self.seconds = key, seconds
+    def __init__(self, port: int = 0, key: str | None = None, hold: float = math.inf):
+        self.key, self.hold = key, hold
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
         self.paths: list[str] = []
@@ -57,13 +58,13 @@ class ToyServer:
         self.version: str | None = None
         self.folder: Path | None = None
         self.generator: Generator | None = None
-        self.lock = threading.Lock()
+        self.lock, self.noting = threading.Lock(), threading.Lock()
         self.streams: dict[int, tuple[Sample, SimpleQueue, list[int]]] = {}
         self.closed = threading.Event()
         self.connections: list[socket.socket] = []
         handler = type("Handler", (_Handler,), {"toy": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self.http.daemon_threads = True
+        self.http = _Listener(("127.0.0.1", port), handler)
+        self.http.connections = self.connections
         self.port = self.http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.threads = [threading.Thread(target=target, daemon=True) for target in (self._serve, self._generate)]
@@ -115,7 +116,7 @@ class ToyServer:
     def _generate(self) -> None:
         while not self.closed.is_set():
             with self.lock:
-                busy = self.generator is not None and self.generator.in_flight
+                busy = any(len(sample.tokens) < self.hold for sample, *_ in self.streams.values())
                 done = self.generator.step() if busy else []
                 for sample, events, sent in self.streams.values():
                     for place in range(sent[0], len(sample.tokens)):
@@ -124,7 +125,24 @@ class ToyServer:
                 for sample in done:
                     if sample.id in self.streams:
                         self.streams.pop(sample.id)[1].put(None)
-            time.sleep(self.seconds if busy else 0.002)
+            time.sleep(0 if busy else 0.002)
+
+    def note(self, body: dict[str, Any]) -> int:
+        """The number of a completion that is asked for."""
+        with self.noting:
+            self.times.append(time.monotonic())
+            self.bodies.append(body)
+            return len(self.bodies) - 1
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    connections: list[socket.socket]
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -144,7 +162,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         toy = self.toy
         toy.paths.append(self.path)
-        toy.connections.append(self.connection)
         toy.headers.append(dict(self.headers))
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/update_weights_from_disk":
@@ -155,9 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             said = f"wrong key in {self.headers.get('Authorization')}"
             self._answer(401, {"error": {"message": said}})
         else:
-            toy.times.append(time.monotonic())
-            toy.bodies.append(body)
-            self._complete(body, toy.fault(len(toy.bodies) - 1, body) or Fault())
+            self._complete(body, toy.fault(toy.note(body), body) or Fault())
 
     def _answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         text = json.dumps(content).encode()
@@ -192,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
                 reset(self.connection)
                 return
             if fault.silent == sent:
-                self.toy.closed.wait(20)
+                self.toy.closed.wait()
                 return
             following = events.get()
             token, log_prob = drawn
