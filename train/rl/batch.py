@@ -20,6 +20,7 @@ from train.rl.effort import LengthTerm, centre
 from train.rollout import routing_of
 
 IGNORE = -100
+INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")  # those that `model.losses` takes
 Batch = dict[str, Tensor]
 
 

@@ -20,10 +20,7 @@ from train.build import Run
 from train.config import ConfigError, problem
 from train.initial import find_origin, load_origin
 from train.loop import precision, to_device
-from train.rl.batch import Batch, Scored, Shape, batches
-
-# Of the tensors of a batch, those that `model.losses` takes.
-INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")
+from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 
 
 class DistillationObjective:
@@ -50,6 +47,8 @@ class Teachers:
     Raises:
         ConfigError: a teacher's tokenizer is another than the policy's.
     """
+
+    NAMES = DistillationObjective.NAMES
 
     def __init__(self, run: Run, shape: Shape):
         self.run, self.shape = run, shape

@@ -1,7 +1,7 @@
 """``task=rl`` and ``task=distill``: collect graded responses, take a step of the policy gradient or towards the
 teachers, go on under the new policy.
 
-Read ``train`` first, then ``collect.py``, ``batch.py``, ``objective.py`` and ``distill.py``. A step here is
+Read ``train`` first, then ``collect.py``, ``batch.py``, ``gradient.py`` and ``distill.py``. A step here is
 ``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run, with the
 state of the rollout beside them.
 """
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from data.companions import companion_files
 from data.tokenizer import special_ids
-from model import DeepseekV41, Losses, Totals, save_pretrained, token_log_probs
+from model import DeepseekV41, save_pretrained
 from train import storage
 from train.build import Run, build
 from train.checkpoint import Background, CheckpointError, State
@@ -32,10 +32,10 @@ from train.config import Config
 from train.errors import given
 from train.lifecycle import begin, opened, report_files, reported
 from train.loop import precision, repeat, resume, save, to_device, train_step
-from train.rl.batch import Batch, Scored, Shape, batches, empty_batch, score
+from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, Plan, Subgroup, encoded
-from train.rl.distill import DistillationObjective, Teachers
-from train.rl.objective import PolicyObjective
+from train.rl.distill import Teachers
+from train.rl.gradient import PolicyGradient
 from train.rl.prompts import Prompts
 from train.rl.report import RlReporter, table
 from train.rl.rewards import Rewards
@@ -53,8 +53,7 @@ class Policy:
     run: Run
     collector: Collector  # of the training prompts
     held_out: Prompts
-    reference: DeepseekV41 | None  # the policy that the run began with, if the loss asks for it
-    teachers: Teachers | None  # task=distill
+    method: PolicyGradient | Teachers  # task=rl, task=distill: what of a step is trained on, and by which losses
     shape: Shape
 
 
@@ -85,7 +84,7 @@ def run(config: Config) -> None:
 
 
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
-    """The objects of ``config.rl``."""
+    """The objects of ``config.rl``. ``reference``: the policy that the run began with, if the loss asks for it."""
     config, settings, text = run.config, run.config.rl, run.model_config.text
     plan = Plan(
         efforts=tuple(settings.trained),
@@ -114,9 +113,9 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
         experts_per_token=text.num_experts_per_tok,
         staleness=settings.staleness,
     )
-    teachers = Teachers(run, shape) if config.task.kind == "distill" else None
+    method = Teachers(run, shape) if config.task.kind == "distill" else PolicyGradient(run, shape, reference)
     collector = Collector(plan, prompts, open_rollout(run), rewards, run.tokenizer)
-    return Policy(run, collector, held_out, reference, teachers, shape)
+    return Policy(run, collector, held_out, method, shape)
 
 
 def open_rollout(run: Run) -> Rollout:
@@ -167,32 +166,21 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
 
     If no response teaches anything, in any process, nothing is updated.
     """
-    run, settings = policy.run, policy.run.config.rl
+    run, settings, method = policy.run, policy.run.config.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
-    if policy.teachers is None:
-        mine, counts = batches(scored, scored.informative, policy.shape, state.step)
-    else:
-        mine, counts = policy.teachers.batches(scored, state.step)
+    mine, counts = method.batches(scored, state.step)
     fillers = max(run.world.gather(len(mine))) - len(mine)
     mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * fillers]]
-    if policy.reference is not None:
-        for batch in mine:
-            with precision(run):
-                batch["reference"] = log_probs_under(policy.reference, batch, settings.temperature)
-    names = PolicyObjective.NAMES if policy.teachers is None else DistillationObjective.NAMES
-    met: Counter[str] = Counter(dict.fromkeys(names, 0.0))
-    losses = losses_of(policy, met) if policy.teachers is None else policy.teachers.losses_of(met)
+    met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
     if sum(run.world.gather(taught)):
-        numbers = train_step(run, mine, state.step, state.tokens, losses, fillers)
+        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), fillers)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
-    if policy.teachers is None:
-        counts["skipped"] = scored.skipped
     total = _summed(run, {**met, **counts})
     state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
-    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, names)}
+    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, method.NAMES)}
     if numbers is not None:
         record |= {
             "loss": float(numbers["lm_sum"]) / max(int(numbers["supervised"]), 1),
@@ -202,59 +190,17 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
     return record
 
 
-def losses_of(policy: Policy, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
-    """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
-    settings = policy.run.config.rl
-
-    def losses(batch: Batch, totals: Totals) -> Losses:
-        given, inputs = _divided(batch)
-        objective = PolicyObjective(settings.loss, settings.temperature, **given)
-        found = policy.run.model.losses(**inputs, totals=totals, objective=objective)
-        met.update({name: float(value) for name, value in objective.sums.items()})
-        return found
-
-    return losses
-
-
-@torch.no_grad()
-def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay: bool = False) -> torch.Tensor:
-    """fp32 [B, S]: log-probability of every taught token under ``model``; ``replay``: through the recorded experts."""
-    _, inputs = _divided(batch)
-    if not replay:
-        del inputs["routing"]
-    found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
-
-    def objective(hidden, weight, targets, places):
-        log_probs, _ = token_log_probs(hidden / temperature, weight, targets)
-        found.view(-1)[places] = log_probs.float()
-        return log_probs.sum()
-
-    model.losses(**inputs, totals=model.totals(**inputs), objective=objective)
-    return found
-
-
 def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """Reward, accuracy and reasoning length under every ``rl.eval_efforts`` on held-out prompts, by the same sampling
     as in training. Changes no state. None as soon as ``stop`` says so, in any process.
     """
     run, settings, trained = policy.run, policy.run.config.rl, policy.collector
-    started, efforts, world = time.perf_counter(), settings.evaluated, run.world
+    started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
     share = len(range(world.rank, settings.eval_prompts, world.size))
     groups: list[Subgroup] | None = []
     if share:
-        plan = Plan(
-            efforts=tuple(efforts),
-            sizes=(1,) * len(efforts),
-            subgroups=share * len(efforts),
-            max_tokens=settings.max_tokens,
-            max_length=run.config.task.seq_len,
-            temperature=settings.temperature,
-            in_flight=settings.in_flight,
-            ahead=0.0,
-            seed=0,
-            rank=world.rank,
-            ranks=world.size,
-        )
+        sizes, subgroups = (1,) * len(efforts), share * len(efforts)
+        plan = replace(trained.plan, efforts=efforts, sizes=sizes, subgroups=subgroups, ahead=0.0, seed=0)
         rollout = trained.rollout.apart()
         groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect(stop)
         rollout.close()
@@ -342,12 +288,6 @@ def read_rollout(policy: Policy, state: State) -> dict[str, Any]:
 
 def rollout_file(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step-{step:08d}.rank-{rank}.pt"
-
-
-def _divided(batch: Batch) -> tuple[Batch, Batch]:
-    """(what the objective needs, what the model reads)."""
-    names = ("behaviour", "advantage", "response", "reference")
-    return {k: v for k, v in batch.items() if k in names}, {k: v for k, v in batch.items() if k not in names}
 
 
 def _tokens(sample: Any) -> int:

@@ -65,7 +65,7 @@ def steps(config: Config) -> list[dict]:
 def test_the_objective_is_the_divergence_from_each_tasks_teacher(make_policy, teachers) -> None:
     policy = make_policy(teachers)
     model, scored = policy.run.model, score(policy.collector.collect(), None, [20, 80])
-    made, counts = policy.teachers.batches(scored, version=0)
+    made, counts = policy.method.batches(scored, version=0)
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in made)
     assert counts == {"response_tokens": taught, "stale_tokens": 0}
     assert {int(batch["teacher"]) for batch in made} == {0, 1}
@@ -79,7 +79,7 @@ def test_the_objective_is_the_divergence_from_each_tasks_teacher(make_policy, te
         divergence = (own.exp() * (own - other)).sum(-1)
         expected += divergence[:, :-1][batch["labels"][:, 1:] >= 0].sum()
     met: Counter[str] = Counter()
-    numbers = train_step(policy.run, made, 0, 0, policy.teachers.losses_of(met))
+    numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of(met))
     torch.testing.assert_close(torch.tensor(met["kl"]).double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(numbers["lm_sum"].double(), expected, rtol=1e-4, atol=1e-5)
     assert float(expected) / taught > 1e-2
@@ -96,7 +96,7 @@ def test_one_teacher_is_in_memory_at_a_time(make_policy, teachers) -> None:
     policy = make_policy(teachers)
     scored = score(policy.collector.collect(), None, [20, 80])
     seen = []
-    plain = policy.teachers.model
+    plain = policy.method.model
 
     def watched(name: str):
         model = plain(name)
@@ -106,9 +106,9 @@ def test_one_teacher_is_in_memory_at_a_time(make_policy, teachers) -> None:
         assert sum(reference() is not None for reference in seen) == 1
         return model
 
-    policy.teachers.model = watched
-    policy.teachers.batches(scored, version=0)
-    policy.teachers.batches(scored, version=0)
+    policy.method.model = watched
+    policy.method.batches(scored, version=0)
+    policy.method.batches(scored, version=0)
     assert len(seen) == 3, "the second round begins with the teacher that the first one ended with"
 
 

@@ -23,6 +23,7 @@ from train.loop import Interrupted, resume, train_step
 from train.rl import task as rl
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
+from train.rl.gradient import log_probs_under
 
 
 @pytest.fixture
@@ -68,10 +69,10 @@ def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, tempera
         bias += torch.randn(bias.shape, generator=draw)
     taught, without = 0, 0.0
     for batch in made:
-        seen = rl.log_probs_under(policy.run.model, batch, temperature, replay=True)
+        seen = log_probs_under(policy.run.model, batch, temperature, replay=True)
         mask = batch["labels"] >= 0
         assert (seen - batch["behaviour"])[mask].abs().max() < 1e-4
-        other = rl.log_probs_under(policy.run.model, batch, temperature)
+        other = log_probs_under(policy.run.model, batch, temperature)
         without = max(without, float((other - batch["behaviour"])[mask].abs().max()))
         assert (batch["routing"][~mask & (batch["input_ids"] == policy.shape.pad)] == -1).all()
         taught += int(mask.sum())
@@ -132,7 +133,7 @@ def test_stale_beginnings_do_not_move_the_end_of_the_prompt(make_policy) -> None
     made, counts = batches(scored, scored.informative, policy.shape, version=1)
     assert counts["stale_tokens"] > 0
     for batch in made:
-        seen = rl.log_probs_under(policy.run.model, batch, settings.temperature, replay=True)
+        seen = log_probs_under(policy.run.model, batch, settings.temperature, replay=True)
         assert (seen - batch["behaviour"])[batch["labels"] >= 0].abs().max() < 1e-4
 
 
@@ -309,7 +310,7 @@ def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
         made, _ = batches(scored, scored.informative, policy.shape, version=0)
         policy.run.model.runtime = replace(policy.run.model.runtime, balance_coef=1.0)
         made += [empty_batch(policy.shape)] * fillers
-        numbers = train_step(policy.run, made, 0, 0, rl.losses_of(policy, Counter()), fillers)
+        numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of(Counter()), fillers)
         found.append({**numbers, **policy.run.model.state_dict()})
     without, filled = found
     assert without["real"] and without["expert_load"].any()
