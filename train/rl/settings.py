@@ -41,7 +41,10 @@ class RlConfig:
     length: LengthTerm | None  # task=rl
     loss: PolicyLoss | None  # task=rl
     staleness: NonNegativeInt  # tokens drawn more policy versions ago than this are not trained on
-    ahead: NonNegativeFloat  # responses begun for later steps, as a share of a step's; 0: none
+    # Responses begun for later steps, as a share of a step's; 0: none. A step takes the subgroups that are complete
+    # first, so the first steps lean to short responses and low efforts; long ones follow later, with more tokens that
+    # `staleness` leaves out. All that were begun are trained on once, but for those left over at the end of the run.
+    ahead: NonNegativeFloat
     in_flight: PositiveInt  # responses that a process writes at once
     reward_workers: PositiveInt  # processes that call reward functions
     reward_seconds: PositiveFloat  # of a call; then it counts as 0

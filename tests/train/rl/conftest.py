@@ -7,12 +7,16 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))  # for ranks.py
 
-from model import save_pretrained
+from model import load_pretrained, save_pretrained
+from tests.train.rl.toyserver import ToyServer
 from train import pretrain
 from train.build import build
 from train.config import Config, parse
@@ -110,3 +114,63 @@ def policy_of() -> Iterator[Callable[[Config], rl.Policy]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+def changed(source: Path, target: Path, noise: float, seed: int) -> Path:
+    """A checkpoint whose head and last norm are others."""
+    model = load_pretrained(source)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.head.weight.add_(noise * torch.randn_like(model.head.weight))
+    save_pretrained(model, target, Tokenizer.from_file(str(source / "tokenizer.json")))
+    return target
+
+
+@pytest.fixture(scope="session")
+def teachers(checkpoint_folder: Path, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    return [changed(checkpoint_folder, folder / str(seed), 0.3, seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def distill_changes(prompts: Path) -> Callable[[list[Path]], list[str]]:
+    """``distill_changes(teachers)``: what makes the run of ``rl_overrides`` a task=distill, a task for each teacher."""
+
+    def make(names: list[Path]) -> list[str]:
+        entry = "{{prompts: '{0}/prompts.jsonl', reward: '{0}/grade.py:grade', teacher: '{1}'}}"
+        tasks = ", ".join(entry.format(prompts, name) for name in names)
+        return ["task=distill", f"rl.tasks=[{tasks}]", "rl.length=null", "rl.loss=null", "rl.prompts=4"]
+
+    return make
+
+
+@pytest.fixture
+def make_distill(make_rl, distill_changes) -> Callable[..., Config]:
+    """``make_distill(teachers, "key=value", ...)``: its configuration."""
+    return lambda names, *changes: make_rl(*distill_changes(names), "name=distill", *changes)
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., ToyServer]]:
+    made: list[ToyServer] = []
+
+    def make(**options: Any) -> ToyServer:
+        made.append(ToyServer(**options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        if not server.closed.is_set():
+            server.close()
+
+
+@pytest.fixture
+def servers_of() -> Callable[..., list[str]]:
+    """``servers_of(server, ...)``: the changes that have ``task=rl`` use them."""
+
+    def changes(*servers: ToyServer) -> list[str]:
+        urls = ",".join(f"'{server.url}'" for server in servers)
+        waits = ["rl.rollout.backoff_seconds=0.05", "rl.rollout.retries=2", "rl.rollout.silence_seconds=600.0"]
+        return ["rollout=sglang", f"rl.rollout.urls=[{urls}]", "rl.rollout.format=plain", *waits]
+
+    return changes

@@ -7,49 +7,18 @@ import json
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from model import load_pretrained, save_pretrained
+from model import load_pretrained
 from train.build import build
 from train.checkpoint import State
 from train.config import Config, ConfigError
 from train.loop import train_step
 from train.rl import task as rl
 from train.rl.batch import score
-
-
-def changed(source: Path, target: Path, noise: float, seed: int) -> Path:
-    """A checkpoint whose head and last norm are others."""
-    model = load_pretrained(source)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        model.head.weight.add_(noise * torch.randn_like(model.head.weight))
-    save_pretrained(model, target, Tokenizer.from_file(str(source / "tokenizer.json")))
-    return target
-
-
-@pytest.fixture(scope="session")
-def teachers(checkpoint_folder: Path, tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("teachers")
-    return [changed(checkpoint_folder, folder / str(seed), 0.3, seed) for seed in (1, 2)]
-
-
-@pytest.fixture
-def make_distill(make_rl, prompts: Path) -> Callable[..., Config]:
-    """``make_distill(teachers, "key=value", ...)``: one task for each teacher."""
-
-    def make(names: list[Path], *changes: str) -> Config:
-        entry = "{{prompts: '{0}/prompts.jsonl', reward: '{0}/grade.py:grade', teacher: '{1}'}}"
-        tasks = ", ".join(entry.format(prompts, name) for name in names)
-        fixed = ["task=distill", f"rl.tasks=[{tasks}]", "rl.length=null", "rl.loss=null", "name=distill"]
-        return make_rl(*fixed, "rl.prompts=4", *changes)
-
-    return make
 
 
 @pytest.fixture

@@ -56,20 +56,6 @@ def model() -> DeepseekV41:
 
 
 @pytest.fixture
-def make_server() -> Iterator[Callable[..., ToyServer]]:
-    made: list[ToyServer] = []
-
-    def make(**options: Any) -> ToyServer:
-        made.append(ToyServer(**options))
-        return made[-1]
-
-    yield make
-    for server in made:
-        if not server.closed.is_set():
-            server.close()
-
-
-@pytest.fixture
 def make_rollout(tmp_path: Path) -> Iterator[Callable[..., HttpRollout]]:
     """``make_rollout(server, ..., setting=value)``: nothing loaded yet."""
     made: list[HttpRollout] = []
@@ -547,19 +533,12 @@ def test_servers_lift_the_bound_on_a_spread_model(make_rl) -> None:
         make_rl(*spread)
 
 
-def servers_of(*servers: ToyServer) -> list[str]:
-    """The changes that have ``task=rl`` use servers."""
-    urls = ",".join(f"'{server.url}'" for server in servers)
-    waits = ["rl.rollout.backoff_seconds=0.05", "rl.rollout.retries=2", "rl.rollout.silence_seconds=600.0"]
-    return ["rollout=sglang", f"rl.rollout.urls=[{urls}]", "rl.rollout.format=plain", *waits]
-
-
 def steps_of(config: Config) -> list[dict]:
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "train"]
 
 
-def test_a_run_over_servers(make_rl, make_server) -> None:
+def test_a_run_over_servers(make_rl, make_server, servers_of) -> None:
     """The servers follow the policy: the tokens of every step are as likely in training as they were there."""
     servers = [make_server(), make_server()]
     config = make_rl(*servers_of(*servers), "task.tokens=1200")
@@ -576,7 +555,7 @@ def test_a_run_over_servers(make_rl, make_server) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_server, monkeypatch) -> None:
+def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_server, servers_of, monkeypatch) -> None:
     """With responses in flight over several policies, without routing, and with one server that is gone meanwhile."""
     servers = [make_server(), make_server()]
     changes = [*servers_of(*servers), "rl.rollout.routing=false", "rl.ahead=1.0", "task.tokens=2500"]
@@ -619,7 +598,7 @@ def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_s
 
 
 @pytest.mark.slow
-def test_a_run_without_any_server_ends_with_a_message(make_rl, make_server) -> None:
+def test_a_run_without_any_server_ends_with_a_message(make_rl, make_server, servers_of) -> None:
     server = make_server()
     config = make_rl(*servers_of(server))
     server.close()
@@ -630,7 +609,7 @@ def test_a_run_without_any_server_ends_with_a_message(make_rl, make_server) -> N
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_spread_policy_is_served_whole(make_rl, make_server, checkpoint_folder, prompts, tmp_path: Path) -> None:
+def test_a_spread_policy_is_served_whole(make_rl, make_server, servers_of, tmp_path: Path) -> None:
     """Two processes with half of the experts and tables each write it together, and ask for their own responses."""
     servers = [make_server(), make_server()]
     split = ["data_parallel=2", "expert_parallel=2", "table_shards=2"]
@@ -648,6 +627,7 @@ def test_a_spread_policy_is_served_whole(make_rl, make_server, checkpoint_folder
     assert len(steps) >= 2
     for step in steps:
         assert step["responses"] == 12 and step["ratio"] == pytest.approx(1, abs=1e-3)
+    assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"], "the reference is a spread copy, of the start"
     asked = [tuple(body["prompt"]) for server in servers for body in server.bodies]
     assert len(set(asked)) >= 4, "the processes ask different prompts"
     folder = config.run_dir / "policy" / f"version-{len(steps):08d}"

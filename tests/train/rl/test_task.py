@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Group
 
 from model import load_pretrained
 from train.build import build
@@ -422,27 +421,6 @@ def test_state_counts_tokens_of_all_responses(make_policy) -> None:
     samples = [response.sample for group in groups for response in group.responses]
     assert state.step == 1
     assert state.tokens == record["tokens"] == sum(len(s.request.prompt) + len(s.tokens) for s in samples)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_processes_take_the_step_of_one(make_rl, rl_overrides: list[str], tmp_path: Path) -> None:
-    """The same responses, so the same measures; gradients and biases summed over both; and one log."""
-    small = ["task.tokens=300", "rl.loss.kl=0.1"]
-    rl.run(make_rl("name=one", *small))
-    command = ["-m", "train", *rl_overrides, *small, "name=two", "parallel.data_parallel=2"]
-    with Group(2, command, tmp_path / "ranks") as group:
-        for rank, ended in enumerate(group.finish()):
-            assert ended.code == 0, f"rank {rank}:\n{ended.output}"
-    one, two = make_rl("name=one", *small), make_rl("name=two", *small)
-    for ours, theirs in zip(records(one), records(two), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in ours.keys() - {"kind", "failures", "efforts"}:
-            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
-    one, two = weights(one), weights(two)
-    for name, tensor in one.items():
-        assert (two[name] - tensor).abs().max() < 1e-5, name
-    assert len(list((tmp_path / "two" / "rollout").iterdir())) == 2
 
 
 @pytest.mark.slow
