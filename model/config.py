@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -278,19 +279,20 @@ class Runtime:
 
 def text_problems(c: TextConfig) -> list[str]:
     """Every broken rule of a text configuration, as 'key: what is wrong, what is allowed'."""
-    problems: list[str] = []
+    lists = list(_layer_list_problems(c))  # unless they are sound, the schedule cannot be read off them
+    found = [*_size_problems(c), *lists, *([] if lists else _schedule_problems(c)), *_engram_problems(c)]
+    return [f"text_config.{problem}" for problem in found]
 
-    def need(ok: bool, key: str, message: str) -> None:
-        if not ok:
-            problems.append(f"text_config.{key}: {message}")
 
+def _size_problems(c: TextConfig) -> Iterator[str]:
     positive = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
         "o_lora_rank o_groups moe_intermediate_size n_routed_experts num_experts_per_tok sliding_window index_n_heads "
         "index_head_dim index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters"
     )
     for key in positive.split():
-        need(getattr(c, key) > 0, key, f"is {getattr(c, key)}, must be positive")
+        if getattr(c, key) <= 0:
+            yield f"{key}: is {getattr(c, key)}, must be positive"
     for key, only in (
         ("num_key_value_heads", 1),
         ("n_shared_experts", 1),
@@ -298,118 +300,100 @@ def text_problems(c: TextConfig) -> list[str]:
         ("topk_method", "noaux_tc"),
         ("norm_topk_prob", True),
     ):
-        need(getattr(c, key) == only, key, f"is {getattr(c, key)!r}, V4.1 has only {only!r}")
+        if getattr(c, key) != only:
+            yield f"{key}: is {getattr(c, key)!r}, V4.1 has only {only!r}"
     for key in ("rms_norm_eps", "hc_eps", "swiglu_limit", "rope_theta", "compress_rope_theta", "initializer_range"):
-        need(getattr(c, key) > 0, key, f"is {getattr(c, key)}, must be positive")
+        if not getattr(c, key) > 0:  # NaN neither
+            yield f"{key}: is {getattr(c, key)}, must be positive"
     for key in ("factor", "original_max_position_embeddings"):
-        need(getattr(c.rope_scaling, key) > 0, f"rope_scaling.{key}", "must be positive")
-    need(c.rope_scaling.rope_type == "yarn", "rope_scaling.rope_type", "V4.1 uses 'yarn'")
-    need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", f"is {c.qk_rope_head_dim}, must be even (rotated pairs)")
+        if not getattr(c.rope_scaling, key) > 0:
+            yield f"rope_scaling.{key}: must be positive"
+    if c.rope_scaling.rope_type != "yarn":
+        yield "rope_scaling.rope_type: V4.1 uses 'yarn'"
+    if c.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim: is {c.qk_rope_head_dim}, must be even (rotated pairs)"
     for key in ("head_dim", "index_head_dim"):
-        need(c.qk_rope_head_dim <= getattr(c, key), "qk_rope_head_dim", f"is larger than {key} {getattr(c, key)}")
-    need(
-        c.o_groups > 0 and c.num_attention_heads % c.o_groups == 0,
-        "o_groups",
-        f"is {c.o_groups}, must divide num_attention_heads {c.num_attention_heads}",
-    )
-    need(
-        c.num_experts_per_tok <= c.n_routed_experts,
-        "num_experts_per_tok",
-        f"is {c.num_experts_per_tok}, there are only {c.n_routed_experts} routed experts",
-    )
-    return problems + _schedule_problems(c) + _engram_problems(c)
+        if c.qk_rope_head_dim > getattr(c, key):
+            yield f"qk_rope_head_dim: is larger than {key} {getattr(c, key)}"
+    if c.o_groups <= 0 or c.num_attention_heads % c.o_groups:
+        yield f"o_groups: is {c.o_groups}, must divide num_attention_heads {c.num_attention_heads}"
+    if c.num_experts_per_tok > c.n_routed_experts:
+        yield f"num_experts_per_tok: is {c.num_experts_per_tok}, there are only {c.n_routed_experts} routed experts"
 
 
-def _schedule_problems(c: TextConfig) -> list[str]:
-    """The CSA2 layer schedule: who compresses, who scores, who reuses."""
-    problems: list[str] = []
-    layers = c.num_hidden_layers
-    allowed = {layers, layers + c.num_nextn_predict_layers}
-    if len(c.compress_ratios) not in allowed:
-        problems.append(
-            f"text_config.compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the "
-            f"{layers} layers (and may go on with the {c.num_nextn_predict_layers} drafter layers)"
+def _layer_list_problems(c: TextConfig) -> Iterator[str]:
+    """Whether the lists of the schedule are lists of the model's layers."""
+    layers, drafter = c.num_hidden_layers, c.num_nextn_predict_layers
+    if len(c.compress_ratios) not in (layers, layers + drafter):
+        yield (
+            f"compress_ratios: has {len(c.compress_ratios)} entries, must have one for each of the {layers} layers "
+            f"(and may go on with the {drafter} drafter layers)"
         )
-        return problems
+        return
     for layer, ratio in enumerate(c.compress_ratios):
         if ratio < 0:
-            problems.append(
-                f"text_config.compress_ratios: layer {layer} has ratio {ratio}, must be 0 (window only) or more"
-            )
+            yield f"compress_ratios: layer {layer} has ratio {ratio}, must be 0 (window only) or more"
         if layer >= layers and ratio != 0:
-            problems.append(f"text_config.compress_ratios: drafter layer {layer} has ratio {ratio}, must be 0")
+            yield f"compress_ratios: drafter layer {layer} has ratio {ratio}, must be 0"
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(c, key)
         for layer in ids:
             if not 0 <= layer < layers:
-                problems.append(f"text_config.{key}: layer {layer} is out of range 0..{layers - 1}")
+                yield f"{key}: layer {layer} is out of range 0..{layers - 1}"
         for before, after in zip(ids, ids[1:], strict=False):
             if after <= before:
-                problems.append(f"text_config.{key}: layer {after} follows {before}, ids must strictly increase")
-    if problems:
-        return problems
+                yield f"{key}: layer {after} follows {before}, ids must strictly increase"
+
+
+def _schedule_problems(c: TextConfig) -> Iterator[str]:
+    """The CSA2 layer schedule: who compresses, who scores, who reuses."""
     for key in ("kv_source_layer_ids", "index_source_layer_ids"):
         for layer in getattr(c, key):
             if c.ratio(layer) == 0:
-                problems.append(
-                    f"text_config.{key}: layer {layer} has compress ratio 0, a window-only layer is no source"
-                )
+                yield f"{key}: layer {layer} has compress ratio 0, a window-only layer is no source"
     for layer in c.kv_source_layer_ids:
         if layer not in c.index_source_layer_ids:
-            problems.append(f"text_config.kv_source_layer_ids: layer {layer} must also be in index_source_layer_ids")
-    for layer in range(layers):
+            yield f"kv_source_layer_ids: layer {layer} must also be in index_source_layer_ids"
+    for layer in range(c.num_hidden_layers):
         ratio, source = c.ratio(layer), c.kv_source(layer)
-        if not ratio:
-            continue
-        if source is None:
-            problems.append(
-                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it"
-            )
-        elif c.ratio(source) != ratio:
-            problems.append(
-                f"text_config.compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has "
-                f"ratio {c.ratio(source)}; they must be equal"
+        if ratio and source is None:
+            yield f"compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it"
+        elif ratio and c.ratio(source) != ratio:
+            yield (
+                f"compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has ratio "
+                f"{c.ratio(source)}; they must be equal"
             )
     if c.candidate_source_layer_id != -1 and c.candidate_source_layer_id not in c.kv_source_layer_ids:
-        problems.append(
-            f"text_config.candidate_source_layer_id: layer {c.candidate_source_layer_id} must be one of "
-            f"kv_source_layer_ids {list(c.kv_source_layer_ids)}, or -1 for off"
+        yield (
+            f"candidate_source_layer_id: layer {c.candidate_source_layer_id} must be one of kv_source_layer_ids "
+            f"{list(c.kv_source_layer_ids)}, or -1 for off"
         )
-    return problems
 
 
-def _engram_problems(c: TextConfig) -> list[str]:
+def _engram_problems(c: TextConfig) -> Iterator[str]:
     if not c.engram_layer_ids:
-        return []
-    problems = []
+        return
     if c.engram_max_ngram_size < 2:
-        problems.append(f"text_config.engram_max_ngram_size: is {c.engram_max_ngram_size}, must be at least 2")
+        yield f"engram_max_ngram_size: is {c.engram_max_ngram_size}, must be at least 2"
     for key in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
         if getattr(c, key) < 1:
-            problems.append(f"text_config.{key}: is {getattr(c, key)}, must be positive")
+            yield f"{key}: is {getattr(c, key)}, must be positive"
     if c.engram_num_embeddings and len(c.engram_num_embeddings) != len(c.engram_layer_ids):
-        problems.append(
-            f"text_config.engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for "
-            f"{len(c.engram_layer_ids)} Engram layers; give one each, or none to have them computed"
+        yield (
+            f"engram_num_embeddings: has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram "
+            "layers; give one each, or none to have them computed"
         )
-    return problems
 
 
-def vision_problems(v: VisionConfig) -> list[str]:
+def vision_problems(v: VisionConfig) -> Iterator[str]:
     """Every broken rule of a vision configuration."""
-    problems = []
     if v.num_attention_heads < 1 or v.hidden_size % v.num_attention_heads:
-        problems.append(
-            f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
-        )
+        yield f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
     elif (v.hidden_size // v.num_attention_heads) % 4:
-        problems.append(
-            "vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)"
-        )
+        yield "vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)"
     for key in ("patch_size", "downsample_ratio", "max_image_tokens", "num_hidden_layers", "intermediate_size"):
         if getattr(v, key) < 1:
-            problems.append(f"vision_config.{key}: is {getattr(v, key)}, must be positive")
-    return problems
+            yield f"vision_config.{key}: is {getattr(v, key)}, must be positive"
 
 
 def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> Any:

@@ -1,7 +1,7 @@
 """Several processes as one run: who is who, which of them share what, and the sums over all. The only file that knows
 DeepSpeed.
 
-``launch`` comes first and gives the ``World``; ``build_engine`` then wraps the model. One process makes no process
+``launch`` comes first and gives the ``World``; ``Engine`` then wraps the model. One process makes no process
 group, imports no DeepSpeed and computes as if this file did not exist. Several are a DeepSpeed engine at ZeRO stage 0
 (its gradient sums over the ranks that hold the same parameter) with our own optimizer, which shares its state out.
 
