@@ -208,8 +208,8 @@ class DeepseekV41(nn.Module):
         trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
         streams = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
         if logits_to_keep and labels is None:
-            return Output(self.head(pack.unflatten(trace.hidden)[:, -logits_to_keep:]).float(), None, streams)
-        logits = self.head(trace.hidden).float()
+            return Output(self.head(pack.unflatten(trace.hidden)[:, -logits_to_keep:]), None, streams)
+        logits = self.head(trace.hidden)
         loss = None
         if labels is not None:
             targets = self._targets(labels, pack)

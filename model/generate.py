@@ -261,7 +261,7 @@ class Generator:
         requests = [r.sample.request for r in batch]
         places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]
         tokens, log_probs = draw(
-            self.model.head(torch.stack([hidden[r.row] for r in batch])).float(),
+            self.model.head(torch.stack([hidden[r.row] for r in batch])),
             torch.tensor([r.temperature for r in requests]),
             torch.tensor([r.top_p for r in requests]),
             torch.tensor([uniform(r.seed, p) for r, p in zip(requests, places, strict=True)], dtype=torch.float64),

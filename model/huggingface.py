@@ -356,7 +356,7 @@ class Decoding:
             self.seen = [[] for _ in wanted]
         hidden = self._advance([ids[len(old) :] for ids, old in zip(wanted, self.seen, strict=True)])
         self.seen = wanted
-        return self.model.head(hidden).float().unsqueeze(1)
+        return self.model.head(hidden).unsqueeze(1)
 
     def _advance(self, new: list[list[int]]) -> Tensor:
         """Pass the new tokens of every row; the hidden state [B, d] of each one's last."""

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.precision import without_autocast
+
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 
 
@@ -31,7 +33,7 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     """Sum of cross-entropies in nats, 0-d fp32, of hidden [R, d] through the head weight [V, d] against targets int64
     [R].
 
-    Logits are computed in hidden's dtype and reduced in fp32, a chunk at a time, together with their gradients.
+    Logits are computed from hidden's dtype and reduced in fp32, a chunk at a time, together with their gradients.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, targets)
 
@@ -45,7 +47,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         cast = weight.to(hidden.dtype)
         for rows in _chunks(hidden, weight):
-            logits = (hidden[rows] @ cast.t()).float()
+            logits = _logits(hidden[rows], cast).float()
             goal = targets[rows, None]
             log_norm = logits.logsumexp(-1, keepdim=True)
             total += (log_norm - logits.gather(1, goal)).sum()
@@ -88,7 +90,7 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
         entropy, log_norm = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for rows in _chunks(hidden, weight):
-            logits = (hidden[rows] @ cast.t()).to(log_probs.dtype)
+            logits = _logits(hidden[rows], cast)
             log_norm[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_norm[rows]
             logits -= log_norm[rows, None]
@@ -102,7 +104,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, targets, log_norm = ctx.saved_tensors
 
         def d_logits(rows: slice, logits: Tensor) -> Tensor:
-            logits = logits.to(log_norm.dtype).sub_(log_norm[rows, None]).exp_().mul_(-grad[rows, None])
+            logits = logits.sub_(log_norm[rows, None]).exp_().mul_(-grad[rows, None])
             return logits.scatter_add_(1, targets[rows, None], grad[rows, None])
 
         return *_head_gradients(ctx, hidden, weight, d_logits), None
@@ -114,7 +116,7 @@ def is_likeliest(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     `cross_entropy_sum`.
     """
     cast = weight.to(hidden.dtype)
-    best = [(hidden[rows] @ cast.t()).float().argmax(-1) for rows in _chunks(hidden, weight)]
+    best = [_logits(hidden[rows], cast).argmax(-1) for rows in _chunks(hidden, weight)]
     return torch.cat(best) == targets if best else targets.new_zeros(0, dtype=torch.bool)
 
 
@@ -133,8 +135,8 @@ class _ReverseKL(torch.autograd.Function):
         cast, teacher = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
         divergence = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
         for rows in _chunks(hidden, weight):
-            own = (hidden[rows] @ cast.t()).to(divergence.dtype).log_softmax(-1)
-            other = (teacher_hidden[rows] @ teacher.t()).to(divergence.dtype).log_softmax(-1)
+            own = _logits(hidden[rows], cast).log_softmax(-1)
+            other = _logits(teacher_hidden[rows], teacher).log_softmax(-1)
             divergence[rows] = (own.exp() * (own - other)).sum(-1)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, divergence)
         return divergence
@@ -145,8 +147,8 @@ class _ReverseKL(torch.autograd.Function):
         teacher = teacher_weight.to(teacher_hidden.dtype)
 
         def d_logits(rows: slice, logits: Tensor) -> Tensor:
-            own = logits.to(divergence.dtype).log_softmax(-1)
-            other = (teacher_hidden[rows] @ teacher.t()).to(divergence.dtype).log_softmax(-1)
+            own = logits.log_softmax(-1)
+            other = _logits(teacher_hidden[rows], teacher).log_softmax(-1)
             return own.exp() * (own - other - divergence[rows, None]) * grad[rows, None]
 
         return *_head_gradients(ctx, hidden, weight, d_logits), None, None
@@ -159,12 +161,20 @@ def _head_gradients(ctx, hidden: Tensor, weight: Tensor, d_logits) -> tuple[Tens
     d_hidden = torch.empty_like(hidden) if need_hidden else None
     d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if need_weight else None
     for rows in _chunks(hidden, weight):
-        chunk = d_logits(rows, hidden[rows] @ cast.t()).to(hidden.dtype)
+        chunk = d_logits(rows, _logits(hidden[rows], cast)).to(hidden.dtype)
         if need_hidden:
             d_hidden[rows] = chunk @ cast
         if need_weight:
             d_weight += chunk.t() @ hidden[rows]
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+@without_autocast
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[R, V] of hidden [R, d] and weight [V, d], of one type: fp32 where that is narrower, never rounded to it."""
+    if hidden.is_cuda and hidden.dtype != _wide(hidden):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # not on the CPU
+    return hidden.to(_wide(hidden)) @ weight.to(_wide(hidden)).t()
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.parallel import Ranks, Shard, exchange, exchange_counts, row_shard
+from model.precision import without_autocast
 
 
 class Lookup(NamedTuple):
@@ -99,12 +100,18 @@ class Head(nn.Linear):
         self.shard = shard
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., dim] -> [..., rows]."""
-        return F.linear(hidden, self.whole())
+        """[..., dim] -> logits fp32 [..., rows]."""
+        return logits(hidden, self.whole())
 
     def whole(self) -> Tensor:
         """The weight [rows, dim] of all ranks, which must all take part. Its gradient is summed over the ranks."""
         return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
+
+
+@without_autocast
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [..., V] of hidden [..., d] and weight [V, d] of any type (released inference code)."""
+    return F.linear(hidden.float(), weight.float())
 
 
 class _Gather(torch.autograd.Function):

@@ -20,7 +20,6 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from safetensors.torch import save_file
@@ -30,7 +29,7 @@ from model.attention import GroupedLinear
 from model.backbone import DeepseekV41
 from model.checkpoint import whole_folder
 from model.moe import Experts, grouped_linear
-from model.table import Head
+from model.table import Head, logits
 from train.adapter import BIASES, PREFIX, STACK, WEIGHTS
 from train.config import ConfigError, LoraConfig, problem
 from train.recipe import LORA_TARGETS
@@ -105,7 +104,7 @@ class HeadLora(_Wrapper):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.whole())
+        return logits(x, self.whole())
 
 
 class ExpertsLora(_Wrapper):

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import model.loss
 from model import DeepseekV41, Runtime, reverse_kl, token_log_probs
+from model.parallel import ONE_PROCESS
+from model.table import Head
 
 SEQ_LENS = torch.tensor([[7, 11], [9, 4]])  # the second row ends in padding
 
@@ -151,8 +153,21 @@ def test_reverse_kl_and_its_gradients(head) -> None:
     assert reverse_kl(hidden, weight, hidden, weight).abs().max() < 1e-12
 
 
-def test_low_precision_sums_in_fp32(head) -> None:
-    hidden, weight, targets = (x.detach() for x in head)
-    log_probs, _ = token_log_probs(hidden.bfloat16(), weight.float(), targets)
-    assert log_probs.dtype == torch.float32
-    torch.testing.assert_close(log_probs, token_log_probs(hidden, weight, targets)[0].float(), atol=0.05, rtol=0)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_of_low_precision_are_not_rounded_to_it(head, autocast: bool) -> None:
+    low, targets = [x.detach().bfloat16() for x in head[:2]], head[2]
+    exact = [x.double() for x in low]
+    teacher = [x.flip(0) for x in low], [x.flip(0) for x in exact]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = token_log_probs(*low, targets)[0], reverse_kl(*low, *teacher[0])
+        logits = built_head(low[1].float())(low[0])
+    assert {x.dtype for x in (*found, logits)} == {torch.float32}
+    torch.testing.assert_close(found[0].double(), token_log_probs(*exact, targets)[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1].double(), reverse_kl(*exact, *teacher[1]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits.double(), exact[0] @ exact[1].t(), atol=1e-5, rtol=0)
+
+
+def built_head(weight: Tensor) -> Head:
+    built = Head(weight.shape[1], weight.shape[0], ONE_PROCESS.vocabulary)
+    built.weight = torch.nn.Parameter(weight)
+    return built
