@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from model import load_pretrained, save_pretrained
 from train import convert, loop, lora, pretrain
 from train.build import Run, build
-from train.config import Config, ConfigError, Conversion, ConversionTask, parse
+from train.config import Config, ConfigError, Conversion, SmallTask, parse
 from train.recipe import LORA_TARGETS
 
 from .test_sft import write_chats
@@ -67,7 +67,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def convert_with(adapter: Path | None, src: Path, dst: Path, format: str) -> Path:
     adapter = None if adapter is None else str(adapter)
-    convert.run(Conversion(ConversionTask("convert"), str(src), str(dst), format, adapter))
+    convert.run(Conversion(SmallTask("convert"), str(src), str(dst), format, adapter))
     return dst
 
 
