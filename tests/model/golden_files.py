@@ -7,6 +7,8 @@ The files come from two other implementations (tests/golden/README.md). A checko
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -132,6 +134,20 @@ def run(name: str, attention: str) -> Case:
     """
     oracle = load_oracle(name)
     model = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))
+    with oracle_rounding(oracle, model) as flips:
+        output, trace = traced(model, oracle.inputs)
+    output.loss.backward()
+    gradients: dict[str, Tensor] = {}
+    for parameter_name, parameter in model.named_parameters():
+        names = released_names(parameter_name, parameter.shape)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.update(zip(names, gradient if len(names) > 1 else [gradient], strict=True))
+    return Case(oracle, output, trace, gradients, flips)
+
+
+@contextmanager
+def oracle_rounding(oracle: Oracle, model) -> Iterator[list[tuple]]:
+    """For one forward: rounded values are the oracle's. The list gets those that differed."""
     every = torch.arange(oracle.pack.tokens)
     known = {
         **{
@@ -144,14 +160,7 @@ def run(name: str, attention: str) -> Case:
     with pytest.MonkeyPatch.context() as patch:
         for module, function, what in ROUNDERS:
             patch.setattr(module, function, _with_oracle(getattr(module, function), what, known[what], flips))
-        output, trace = traced(model, oracle.inputs)
-    output.loss.backward()
-    gradients: dict[str, Tensor] = {}
-    for parameter_name, parameter in model.named_parameters():
-        names = released_names(parameter_name, parameter.shape)
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients.update(zip(names, gradient if len(names) > 1 else [gradient], strict=True))
-    return Case(oracle, output, trace, gradients, flips)
+        yield flips
 
 
 ROUNDERS = (
