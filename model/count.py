@@ -140,23 +140,8 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
     streams.
     """
     config: TextConfig = model.config.text
-    applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
-    for name, parameter in model.named_parameters():
-        part = part_of(name)
-        if part in (*OUTSIDE_BACKBONE, "embedding") or parameter.dim() < 2:
-            continue
-        if name.endswith(ELEMENTWISE):
-            continue
-        share = 1.0
-        if part == "routed experts":
-            share = config.num_experts_per_tok / config.n_routed_experts
-        elif name.endswith("indexer.wk.weight"):
-            share = 1 / config.ratio(int(layer_of(name)))
-        applied[part] += 2 * share * parameter.numel()
-    n, d, layers = config.hc_mult, config.hidden_size, config.num_hidden_layers
-    applied["mHC"] += 2 * layers * 2 * (2 * n + n * n) * d
     core, scan, lesson = 0.0, 0.0, 0.0
-    for layer in range(layers):
+    for layer in range(config.num_hidden_layers):
         ratio = config.ratio(layer)
         keys = _mean_seen(config.sliding_window, length)
         keys += _mean_seen(config.index_topk, length, ratio) if ratio else 0.0
@@ -170,7 +155,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
         lesson += product * _mean_seen(config.index_topk, length, ratio)
     table = {
         part: Flops(cost, (2 if part == "indexers" else 3) * cost, 0.0 if part == "head" else cost)
-        for part, cost in applied.items()
+        for part, cost in _matrix_flops(model).items()
         if cost
     }
     table["attention over keys"] = Flops(core, 3.5 * core, core)
@@ -178,6 +163,25 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
         table["index scores"] = Flops(scan, scan, scan)
         table["indexer loss"] = Flops(0.0, 3 * lesson, 0.0)
     return table
+
+
+def _matrix_flops(model: nn.Module) -> dict[str, float]:
+    """Forward FLOPs per token of the matrices, and of the mixing of streams, by part."""
+    config: TextConfig = model.config.text
+    applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        if part in (*OUTSIDE_BACKBONE, "embedding") or parameter.dim() < 2 or name.endswith(ELEMENTWISE):
+            continue
+        share = 1.0
+        if part == "routed experts":
+            share = config.num_experts_per_tok / config.n_routed_experts
+        elif name.endswith("indexer.wk.weight"):
+            share = 1 / config.ratio(int(layer_of(name)))
+        applied[part] += 2 * share * parameter.numel()
+    n, d = config.hc_mult, config.hidden_size
+    applied["mHC"] += 2 * config.num_hidden_layers * 2 * (2 * n + n * n) * d
+    return applied
 
 
 def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
