@@ -121,8 +121,14 @@ def _train_windows(
         return StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.window_tokens, seed)
     store = _store(cfg, source, source_id, encoder)
     if not len(store):
-        raise DataError("train split", 0, "no documents", f"all skipped or held out: {store.skipped or 'none bad'}")
+        raise _empty("train", "all are held out; lower", store)
     return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
+
+
+def _empty(split: str, otherwise: str, store: TokenStore) -> DataError:
+    skipped = ", ".join(f"skipped {number} x {reason}" for reason, number in sorted(store.skipped.items()))
+    detail = skipped or f"{otherwise} data.validation_share, or name held-out files in data.validation_paths"
+    return DataError(f"{split} split", 0, "no documents", detail)
 
 
 def _store(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder) -> TokenStore:
@@ -144,8 +150,7 @@ def _validation_loader(
         store = _store(cfg, source, source.identity(), encoder)
         window = Window(store, pack(store.lengths, seq_len), None)
     if not len(window.rows):
-        detail = f"all were skipped or held out: {window.store.skipped or 'none bad'}; raise data.validation_share"
-        raise DataError("validation split", 0, "no documents", detail)
+        raise _empty("validation", "of so few none is held out; raise", window.store)
     count = min(len(window.rows), cfg.validation_rows or len(window.rows))
     rows = window.rows.reordered(random_stream(0).permutation(len(window.rows))[:count])
     stats = Stats()

@@ -44,8 +44,8 @@ class Schedule:
             ),
             (
                 self.decay_until_tokens >= self.constant_until_tokens,
-                f"decay_until_tokens: must be at least constant_until_tokens={self.constant_until_tokens!r}, "
-                f"got {self.decay_until_tokens!r}",
+                f"constant_until_tokens: must be at most decay_until_tokens={self.decay_until_tokens!r}, which is the "
+                f"length of the run if nothing else was set, got {self.constant_until_tokens!r}",
             ),
             (
                 self.vision_factor >= 0,

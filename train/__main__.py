@@ -2,12 +2,15 @@
 
 Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with
 the state saved: run the same command again to continue; 4 another process of the run was lost: the same; 130
-interrupted before there was anything to save.
+ended at once by Ctrl-C, without saving. Hydra refuses what it cannot compose by 1, as Python does.
 """
 
 import os
 import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
 
 import hydra
 from omegaconf import DictConfig
@@ -50,21 +53,23 @@ def run_task(raw: DictConfig) -> None:
     except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:
-        sys.exit(130)
+        fail(130, "Ended by Ctrl-C, nothing saved. The same command continues from the last checkpoint, or begins.")
 
 
-def fail(code: int, error: Exception, told: bool | None = None) -> None:
+def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
     """End with a message. Of several processes rank 0 prints it: it hears of every other's, see ``train/watch.py``."""
     for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to those that end after the first: 143 for `code`
         signal.signal(number, signal.SIG_IGN)
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
     if not told:
-        print(f"error: {error}" if code != 75 else error, file=sys.stderr)
+        print(error if code in (75, 130) else f"error: {error}", file=sys.stderr)
     sys.exit(code)
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
     sys.argv[1:] = config.open_overrides(given)
     run_to_the_end(main)

@@ -32,6 +32,7 @@ from train.rl.settings import RlConfig
 from train.strict import STRICT
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path.name.startswith("_")}
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -199,12 +200,15 @@ SMALL = {"convert": Conversion, "merge": Merger}
 
 
 class ConfigError(InputError):
-    """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy."""
+    """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy; and below
+    them what is common to all, if anything.
+    """
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, problems: list[str], common: str = ""):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems), common]
+        super().__init__("\n".join(filter(None, lines)))
 
 
 def problem(key: str, value: object, rule: str, remedy: str) -> str:
@@ -217,11 +221,10 @@ def open_overrides(arguments: list[str]) -> list[str]:
 
     Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags pass unchanged.
     """
-    groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
 
     def is_value(argument: str) -> bool:
         key, equals, _ = argument.partition("=")
-        return bool(equals) and key[:1].isalpha() and key.split("@")[0] not in groups
+        return bool(equals) and key[:1].isalpha() and key.split("@")[0] not in GROUPS
 
     return [f"++{argument}" if is_value(argument) else argument for argument in arguments]
 
@@ -331,6 +334,8 @@ def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> l
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
         known = _known_keys(path[:-1], whole)
+        if whole is Config and len(path) == 1:
+            known += sorted(GROUPS - set(known))
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
         remedy = (
@@ -345,8 +350,14 @@ def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> l
         header, *lines = str(entry["ctx"]["error"]).splitlines()
         whole_line = header if header.startswith(f"{key}.") else f"{key}: {header}"
         return [f"{key}.{line.strip(' -')}" for line in lines] or [whole_line]
-    rule = entry["msg"].replace("Input should", "should").replace("String should", "should")
-    return [problem(key, entry["input"], rule, "Correct the value")]
+    rule, value, remedy = entry["msg"].replace("Input should", "should"), entry["input"], "Correct the value"
+    if entry["type"] == "list_type":
+        rule, remedy = "should be a list", f"Write it in brackets: {key}=[{value}]"
+    elif entry["type"] == "int_type" and isinstance(value, float) and value.is_integer():
+        remedy = f"Write {int(value)}"
+    elif entry["type"] == "string_pattern_mismatch":
+        rule = "should be letters, digits, '.', '_' and '-', the first a letter or a digit"
+    return [problem(key, value, rule, remedy)]
 
 
 def _known_keys(path: list[str], whole: type) -> list[str]:
@@ -379,7 +390,8 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _optim_checks(config.optim)
     yield from _lora_checks(config)
     for text in config.data.problems():
-        yield {"data"}, text if text.startswith("data.") else f"data.{text}"
+        text = text if text.startswith("data.") else f"data.{text}"
+        yield {text.partition("=")[0]}, text
     if config.task.kind == "sft" and config.data.source != "chat":
         rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
         yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
@@ -546,14 +558,13 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     complete = _completed(saved, config.task.kind)
     changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
     shown = {key: f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed}
-    fatal = [
-        f"{text}: the run in {config.run_dir} was trained with the first value and cannot continue with the second. "
-        f"Restore it, or start another run with name=..."
-        for key, text in shown.items()
-        if not key.startswith(CHANGEABLE)
-    ]
+    fatal = [text for key, text in shown.items() if not key.startswith(CHANGEABLE)]
     if fatal:
-        raise ConfigError(fatal)
+        raise ConfigError(
+            fatal,
+            f"The run in {config.run_dir} was trained with the first values and cannot continue with the second ones. "
+            "Restore them, or start another run with name=...",
+        )
     return list(shown.values())
 
 

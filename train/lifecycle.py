@@ -118,7 +118,8 @@ def announce(run: Run, state: State, report: Reporter, folder: Path | None, chan
             report.log("what rank 0 holds:")
         report.log(format_table(run.optimizer.table()))
         return
-    report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens")
+    done = "; it is complete, raise task.tokens to train on" if state.tokens >= run.config.task.tokens else ""
+    report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
     for change in changes:
         report.log(f"changed since: {change}")
 
@@ -135,9 +136,10 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
         ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
         shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
         return [f"memory of {len(ranks)} ranks, each: {shown}"]
+    names = [f" of rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
     return [
-        f"memory of rank {number}: " + ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in rank.items())
-        for number, rank in enumerate(ranks)
+        f"memory{name}: " + ", ".join(f"{part} {size / 2**20:.2f} MiB" for part, size in rank.items())
+        for name, rank in zip(names, ranks, strict=True)
     ]
 
 

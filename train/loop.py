@@ -227,6 +227,8 @@ def repeat(
         """Evaluate if it is time; whether that is done."""
         if not _evaluation_due(task, state):
             return True
+        if state.first_valid is None:
+            report.log("evaluating before the first step ...")
         result = evaluate(stopped)
         if result is None:
             return False

@@ -332,6 +332,8 @@ def verdict(p: Plan) -> str:
     largest = max(groups, key=lambda group: groups[group])
     need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
     takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
+    if largest == "activations":
+        takes += f" Try {'a shorter task.seq_len' if p.config.runtime.recompute else 'runtime.recompute=true'}."
     if room is None:
         return f"NEEDS {need:.2f} GiB on a GPU; give parallel.gpu_memory_gib to have it compared. {takes}"
     answer = "FITS" if need <= room else "DOES NOT FIT"

@@ -97,6 +97,16 @@ def test_all_problems_are_reported_at_once(compose_raw) -> None:
     assert len(caught.value.problems) == 11
 
 
+def test_a_remedy_says_what_to_write_and_one_mistake_is_told_once(compose_raw) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("task.tokens=1e6", "data.source=jsonl", "data.paths=a.jsonl", "experimnet=demo"))
+    text = str(caught.value)
+    assert 'data.paths = "a.jsonl": should be a list. Write it in brackets: data.paths=[a.jsonl]' in text
+    assert "task.tokens = 1000000.0: should be a valid integer. Write 1000000" in text
+    assert "Did you mean experiment?" in text
+    assert len(caught.value.problems) == 3, text
+
+
 def test_the_numbers_of_the_optimizers_are_checked(compose_raw) -> None:
     wrong = {
         "muon": {"momentum": 1.0, "update_rms": 0.0},

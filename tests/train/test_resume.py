@@ -130,13 +130,14 @@ def test_complete_run_only_reports(make_config, whole: Config, capsys: pytest.Ca
     before = (whole.run_dir / "metrics.jsonl").read_text()
     capsys.readouterr()
     pretrain.run(whole)
-    assert "validation loss: first" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "it is complete, raise task.tokens to train on" in out and "validation loss: first" in out
     assert (whole.run_dir / "metrics.jsonl").read_text() == before
 
 
 def test_other_settings_are_refused_by_key(make_config, whole: Config) -> None:
     with pytest.raises(
-        ConfigError, match=r"task\.seq_len: 64 -> 32: the run in .*whole was trained with the first value"
+        ConfigError, match=r"task\.seq_len: 64 -> 32\n *The run in .*whole was trained with the first values"
     ):
         pretrain.run(make_config("name=whole", "task.seq_len=32"))
 
