@@ -113,16 +113,18 @@ def move_router_biases(run: Run, load: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, Any]:
+def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """Cross-entropy on the held-out rows, in nats per token and bits per byte; how even their expert load is; and how
     much of the true top-k attention mass the indexers find on the first of them. Of conversations also how many answers
-    are right to the last token. Changes no state.
+    are right to the last token. Changes no state. None as soon as ``stop`` says so, on any rank.
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)
     targets, load, recall = torch.zeros((), dtype=torch.int64), 0, []
     chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
     for number, batch in enumerate(run.valid_batches):
+        if run.world.any(stop()):
+            return None
         batch, real = with_a_token(to_device(batch, run.device))
         with precision(run):
             judge = ExactMatch() if chat else None
@@ -192,7 +194,7 @@ def train(run: Run, state: State, report: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    repeat(run, state, report, step, lambda _: evaluate(run), partial(save, run))
+    repeat(run, state, report, step, partial(evaluate, run), partial(save, run))
 
 
 def repeat(

@@ -92,6 +92,25 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
     assert_same_run(whole.run_dir, config.run_dir)
 
 
+def test_a_signal_ends_an_evaluation_which_is_made_again(make_config, whole: Config, monkeypatch) -> None:
+    """Behind the last step: the run is not complete without it."""
+    config, original, calls = make_config("name=parts"), loop.probe_recall, []
+
+    def probe_and_signal(run, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "probe_recall", probe_and_signal)
+        with pytest.raises(loop.Interrupted, match="Stopped by SIGTERM after step"):
+            pretrain.run(config)
+    assert [record["kind"] for record in numbers(config.run_dir)].count("valid") == 1
+    pretrain.run(config)
+    assert_same_run(whole.run_dir, config.run_dir)
+
+
 def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
     config, original = make_config("name=parts", "checkpoint.every=100"), loop.save
 
