@@ -20,34 +20,41 @@ from train.engine import World, _groups, find_place, launch, run_to_the_end
 from train.loop import NonFiniteError, train_step
 from train.lora import save_adapter
 
-STEPS, ROWS, LENGTH = 10, 8, 32
+STEPS, ROWS, LENGTH = 10, 16, 32
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",
         "optim=report", "optim.schedule.warmup_steps=0", "logger.progress=false",
         # Without it AdamW makes whole steps of gradients that are zero but for rounding.
-        "optim.settings.adamw.eps=1.0e-4", "optim.clip=0.3",
+        "optim.settings.adamw.eps=1.0e-8", "optim.clip=0.3",
         "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5")  # fmt: skip
+# What a run has without these, but for the long warm-up, in which ten steps would hardly move anything.
+DEFAULTS = ("runtime.kv_quant=true", "optim.settings.adamw.eps=1.0e-20", "optim.clip=1.0",
+            "optim.schedule.peak=2.6e-4", "optim.schedule.floor=2.6e-5")  # fmt: skip
 VISION = ("model=study_vision", "model.text_config.vocab_size=512", "model.text_config.n_routed_experts=4",
           "optim.schedule.constant_until_tokens=0")  # fmt: skip
-# The same eight rows a step each time: in as few passes as possible, or in as many.
+RECOMPUTE = "runtime.recompute=true"
+# The same rows a step each time: passes of each process, and settings.
 CASES = {
-    "plain": ("task.micro_batch=8", "task.accumulation=1"),
-    "passes": ("task.micro_batch=1", "task.accumulation=8"),
-    "recompute": ("task.micro_batch=8", "task.accumulation=1", "runtime.recompute=true"),
-    "both": ("task.micro_batch=2", "task.accumulation=4", "runtime.recompute=true"),
-    "images": ("task.micro_batch=8", "task.accumulation=1", *VISION),
-    "lora": ("task.micro_batch=2", "task.accumulation=4", "optim=adamw", "lora=all", "lora.rank=4",
-             "lora.targets=[attention,experts,head]", "optim.schedule.peak=2.0e-4"),
+    "plain": (1, ()),
+    "passes": (4, ()),
+    "recompute": (1, (RECOMPUTE,)),
+    "both": (4, (RECOMPUTE,)),
+    "defaults": (1, DEFAULTS),
+    "images": (1, VISION),
+    "lora": (2, ("optim=adamw", "lora=all", "lora.rank=4", "lora.targets=[attention,experts,head]",
+                 "optim.settings.adamw.eps=1.0e-4", "optim.schedule.peak=2.0e-4")),
 }  # fmt: skip
 
 
 def rows_of_step(step: int) -> dict[str, torch.Tensor]:
-    """Rows of unequal documents; in every step one of them has no target."""
+    """Rows of unequal documents. A quarter of them, in turn, has no target: all those of one of four ranks that make a
+    single pass, and those of one pass of all ranks that make four.
+    """
     draw = torch.Generator().manual_seed(step)
     ids = torch.randint(8, 500, (ROWS, LENGTH), generator=draw)
     lengths = torch.randint(2, 11, (ROWS, 3), generator=draw)
     real = torch.arange(LENGTH) < lengths.sum(1, keepdim=True)
     labels = ids.masked_fill(~real | (torch.rand(ROWS, LENGTH, generator=draw) < 0.3), -100)
-    labels[(step + 1) % ROWS] = -100
+    labels.view(4, ROWS // 4, LENGTH)[step % 4] = -100
     return {"input_ids": ids.masked_fill(~real, 2), "labels": labels, "seq_lens": lengths}
 
 
@@ -100,13 +107,14 @@ def whole(run: Run) -> dict[str, torch.Tensor]:
 
 
 def ten_steps(case: str, world: World, corpus: Path) -> dict:
-    """The numbers of every step (with images of four, one of each kind) and the model after the last. No token may
-    choose expert 3 of the first layer.
+    """The numbers of every step (with images of four, one of each kind) and the model before the first and after the
+    last. No token may choose expert 3 of the first layer.
     """
     config = configure(case, world.size, world.parallel.experts.size, corpus)
     run = build(config, world)
     for bias in run.model.balance_buffers()[0]:
         bias[3] = -1000.0
+    before = {name: tensor.clone() for name, tensor in whole(run).items()}
     losses, norms = [], []
     batch_of, steps = (images_of_step, 4) if case == "images" else (rows_of_step, STEPS)
     for step in range(steps):
@@ -120,7 +128,8 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     state = [t for held in run.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in state)
     assert size == run.optimizer.state_bytes()
-    return {"losses": losses, "norms": norms, "counts": counts, "tensors": whole(run), "state": world.gather(size)}
+    return {"losses": losses, "norms": norms, "counts": counts, "before": before, "tensors": whole(run),
+            "state": world.gather(size)}  # fmt: skip
 
 
 def stop_everywhere(world: World, corpus: Path) -> None:
@@ -145,7 +154,9 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
             f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
     layout = (f"parallel.data_parallel={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
-    settings = [*TINY, *data, *layout, *CASES[case]]
+    passes, own = CASES[case]
+    cut = passes * size if passes > 1 else 1  # a single pass is shared by rows
+    settings = [*TINY, *data, *layout, f"task.accumulation={cut}", f"task.micro_batch={ROWS // cut}", *own]
     if case == "lora":
         settings = [f"init_from={corpus}/base", *(text for text in settings if text != "optim=report")]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
