@@ -28,7 +28,6 @@ Our choices, where the report is silent; the first four follow the released enco
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -314,6 +313,8 @@ class _Reader:
     def _answer(self, item: dict[str, Any], number: int) -> Message:
         if item.get("function_call"):
             raise self.bad("wrong tool call", f"message {number} uses function_call; write it as tool_calls")
+        if item.get("reasoning"):
+            raise self.bad("wrong reasoning", f"message {number} uses reasoning; write it as reasoning_content")
         reasoning = item.get("reasoning_content")
         if reasoning is not None and not isinstance(reasoning, str):
             raise self.bad("wrong reasoning", f"message {number}: reasoning_content must be text")
@@ -431,7 +432,7 @@ class _Reader:
         if isinstance(value, str) and kind in ("base64", "bytes"):
             try:
                 value = base64.b64decode(value, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:  # binascii.Error is one
                 raise self.bad("corrupt image", f"message {number}: invalid base64: {error}") from None
         if isinstance(value, bytes):
             return open_picture(value, self.file, self.line)

@@ -179,5 +179,5 @@ class _refusals:
             raise DataError(self.file, self.line, "unknown image format", self.name) from None
         if isinstance(error, Image.DecompressionBombError):
             raise DataError(self.file, self.line, "image is too large", self.name) from None
-        if isinstance(error, OSError | SyntaxError | EOFError) or (error and type(error) is ValueError):
+        if isinstance(error, Exception) and not isinstance(error, DataError):  # each format's reader has its own
             raise DataError(self.file, self.line, "corrupt image", f"{self.name}: {error}") from None

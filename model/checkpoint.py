@@ -97,6 +97,13 @@ def own_state(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
+class Change(NamedTuple):
+    """What a tensor of this shape is to become: `apply(rows, block)` are these rows of it, given what they are."""
+
+    shape: tuple[int, ...]
+    apply: Callable[[slice, Tensor], Tensor]
+
+
 class Part(NamedTuple):
     """A released tensor of a model, and the rows of it that this process holds, from `start` on; None: no row."""
 
@@ -231,7 +238,8 @@ def save_pretrained(
 
     `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
     matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
-    replaced. Raises ValueError for a weight that cannot be quantised: a value is not finite.
+    replaced. Raises ValueError for a weight that cannot be quantised (a value is not finite), and for a model that
+    holds an adapter, whose factors have no place in this layout.
 
     `ranks` are the processes that write together, all that the model is spread over and their copies; they must see
     the same file system. If one of them fails, all raise.
@@ -245,6 +253,8 @@ def save_pretrained(
         return Source(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
 
     held = list(parts(model))
+    if adapter := next((part.name for part in held if ".lora_" in part.name), None):
+        raise ValueError(f"the model holds an adapter ({adapter}); merge it into the weights first, or save it alone")
     spread = max(part.copies.size for part in held)
     if ranks.size % spread:
         raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
@@ -273,14 +283,14 @@ def convert_checkpoint(
     dst: str | Path,
     format: Literal["bf16", "released"],
     shard_bytes: int = SHARD_BYTES,
-    changes: Mapping[str, Callable[[slice, Tensor], Tensor]] | None = None,
+    changes: Mapping[str, Change] | None = None,
 ) -> int:
     """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
 
-    "bf16" unpacks quantised weights (the rest stays as stored), and casts the matrices of a folder that was never
-    quantised. "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's
-    files. `changes[name](rows, block)` is what these rows of a tensor become. Raises what `load_pretrained` raises;
-    ValueError if `dst` exists, or for a change of a tensor that is not there.
+    "bf16" unpacks the weights of a quantised folder (the rest stays as stored), and casts the matrices of a plain one.
+    "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's files.
+    `changes`: by tensor name. Raises what `load_pretrained` raises; ValueError if `dst` exists, or for a change of a
+    tensor that is not there or has another shape.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "released"):
@@ -293,7 +303,7 @@ def convert_checkpoint(
         if changes:
             sources = _changed(sources, changes)
         kept = {source.name for source in sources if source.kept is not None}
-        dtype = torch.bfloat16 if format == "bf16" and not kept else None
+        dtype = torch.bfloat16 if format == "bf16" and not is_quantised(config.to_dict()) else None
         layout = "released" if format == "released" else "plain"
         total = write_checkpoint(work, sources, kept, config, layout, dtype, shard_bytes, ALONE)
         for name in COMPANIONS:
@@ -302,15 +312,19 @@ def convert_checkpoint(
     return total
 
 
-def _changed(sources: list[Source], changes: Mapping[str, Callable[[slice, Tensor], Tensor]]) -> list[Source]:
+def _changed(sources: list[Source], changes: Mapping[str, Change]) -> list[Source]:
     """The same tensors with some of them changed; the scales that those had are of no more use."""
-    if unknown := changes.keys() - {source.name for source in sources}:
-        raise ValueError(f"the checkpoint has no tensor {min(unknown)} to change")
+    shapes = {source.name: source.shape for source in sources}
+    for name, change in changes.items():
+        if name not in shapes:
+            raise ValueError(f"the checkpoint has no tensor {name} to change")
+        if change.shape != shapes[name]:
+            raise ValueError(f"{name} is {list(shapes[name])}, its change is for {list(change.shape)}")
 
     def blocks(source: Source) -> Iterator[Tensor]:
         row = source.start
         for block in source.blocks():
-            yield changes[source.name](slice(row, row + len(block)), block).to(block.dtype)
+            yield changes[source.name].apply(slice(row, row + len(block)), block).to(block.dtype)
             row += len(block)
 
     return [

@@ -194,13 +194,18 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         state_dict: dict[str, Tensor] | None = None,
         max_shard_size: int | str = SHARD_BYTES,
         format: Literal["plain", "released"] = "plain",
+        push_to_hub: bool = False,
+        variant: str | None = None,
         **_: Any,
     ) -> None:
         """Write the folder in the released layout: weights, config.json and the small files it came with.
 
         format="released" quantises as the released checkpoint is. Files of the folder that are not rewritten stay, a
-        tokenizer's too. Weights appear once they are complete.
+        tokenizer's too. Weights appear once they are complete. Raises ValueError for what is not supported here, and
+        for a model that holds an adapter.
         """
+        if push_to_hub or variant:
+            raise ValueError("save_pretrained: push_to_hub and variant are not supported for this model")
         if not is_main_process:
             return
         own = {name: tensor.data_ptr() for name, tensor in self.state_dict().items()}
@@ -279,14 +284,17 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
         logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
         decoding: Decoding | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """Always the whole sequences: `decoding` knows which of their tokens are new. What is generated is text."""
+        """Always the whole sequences: `decoding` knows which of their tokens are new. What is generated is text.
+        Without `decoding` every step passes all of them again.
+        """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]
             vision_token_types = F.pad(vision_token_types, (0, added), value=-1)
-        if vision_token_types is not None or logits_to_keep != 1:
+        if vision_token_types is not None or logits_to_keep != 1 or output_hidden_states:
             decoding = None
         return dict(
             input_ids=input_ids,
@@ -295,6 +303,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             image_grid_hws=image_grid_hws,
             vision_token_types=vision_token_types,
             logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
             decoding=decoding,
         )
 
@@ -349,6 +358,8 @@ class Decoding:
         """Logits fp32 [B, 1, V] behind the last tokens of input_ids [B, S]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
+        if not all(wanted):
+            raise ValueError(f"attention_mask row {wanted.index([])} has no real token; begin it with BOS")
         pairs = list(zip(wanted, self.seen, strict=False))
         if len(pairs) < len(wanted) or any(ids[: len(old)] != old or len(ids) == len(old) for ids, old in pairs):
             self.cache = Cache(self.model.config.text, self.model.runtime.kv_quant, device=input_ids.device)

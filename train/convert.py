@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model import convert_checkpoint
+from model import ModelConfig, convert_checkpoint
 from train.adapter import read_changes
 from train.config import Conversion
 from train.errors import given
@@ -19,6 +19,8 @@ def run(config: Conversion) -> None:
         OSError: a file is missing or cannot be written.
     """
     with given():
-        changes = read_changes(Path(config.adapter)) if config.adapter else None
+        changes = None
+        if config.adapter:
+            changes = read_changes(Path(config.adapter), ModelConfig.load(config.src).text.n_routed_experts)
         size = convert_checkpoint(config.src, config.dst, config.format, changes=changes)
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")

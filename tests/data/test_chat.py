@@ -267,14 +267,15 @@ def test_images_as_path_bytes_and_base64_become_the_same_spans(tokenizer, tmp_pa
 
 
 def test_images_that_cannot_be_used_are_refused_by_name(tokenizer, tmp_path):
-    images = {
-        "missing image": "none.png",
-        "unknown image format": {"bytes": base64.b64encode(b"no image").decode()},
-        "corrupt image": {"base64": "###"},
-        "image is not on this machine": {"url": "https://example.org/a.png"},
-        "wrong content": {"color": "red"},
-    }
-    for reason, image in images.items():
+    images = [
+        ("missing image", "none.png"),
+        ("unknown image format", {"bytes": base64.b64encode(b"no image").decode()}),
+        ("corrupt image", {"base64": "###"}),
+        ("corrupt image", {"base64": "é"}),
+        ("image is not on this machine", {"url": "https://example.org/a.png"}),
+        ("wrong content", {"color": "red"}),
+    ]
+    for reason, image in images:
         record = {"messages": [user([{"type": "image", "image": image}]), assistant("?")]}
         with pytest.raises(DataError) as caught:
             read_conversation(record, str(tmp_path / "a.jsonl"), 7)
@@ -311,6 +312,7 @@ BAD = [
     ({"messages": [user("\ud800"), assistant("b")]}, "invalid Unicode"),
     ({"messages": [user("a"), assistant("b", "\ud800")]}, "invalid Unicode"),
     ({"messages": [user("a"), assistant("b", reasoning=3)]}, "wrong reasoning"),
+    ({"messages": [user("a"), {"role": "assistant", "content": "b", "reasoning": "c"}]}, "wrong reasoning"),
     ({"messages": [user("a"), assistant("b", weight=0.5)]}, "wrong weight"),
     ({"messages": [user("a"), assistant("b")], "effort": True}, "wrong effort"),
     ({"messages": [user("a"), assistant("b")], "effort": "50abc"}, "wrong effort"),

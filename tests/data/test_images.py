@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.errors import Policy
-from data.images import END, IMAGE, NEWLINE, START, VisionSettings, plan_grid, preprocess
+from data.images import END, IMAGE, NEWLINE, START, VisionSettings, open_picture, plan_grid, preprocess
 from data.sources import ImageTextLines, find_files
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -126,6 +126,15 @@ def test_images_that_cannot_be_used_are_refused_by_name_before_training(folder):
         assert name in str(error) and "\n" not in str(error)
         policy = Policy("skip")
         assert len(list(source.read(policy))) == 1 and policy.skipped == {reason: 1}
+
+
+def test_whatever_a_decoder_raises_names_the_image(folder, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no planes")  # as Pillow's reader of AVIF does
+
+    monkeypatch.setattr(Image, "open", broken)
+    with pytest.raises(DataError, match=r"f.jsonl:3: corrupt image: .*a.png: no planes"):
+        open_picture(folder / "a.png", "f.jsonl", 3)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ def test_saving_keeps_other_files_and_leaves_no_old_weights(tmp_path, tiny) -> N
     tiny.save_pretrained(tmp_path / "m", state_dict=tiny.state_dict())
     with pytest.raises(ValueError, match="max_shard_size='many'"):
         tiny.save_pretrained(tmp_path / "m", max_shard_size="many")
+    with pytest.raises(ValueError, match="push_to_hub and variant are not supported"):
+        tiny.save_pretrained(tmp_path / "m", push_to_hub=True)
     with pytest.raises(ValueError, match="model's own weights are written"):
         tiny.save_pretrained(tmp_path / "m", state_dict={"model.head.weight": torch.zeros(61, 32)})
     loaded = load_pretrained(tmp_path / "m")
@@ -277,6 +279,20 @@ def test_generation_after_an_image() -> None:
     assert torch.equal(result, greedy(model, ids, 4, **inputs))
 
 
+def test_hidden_states_of_a_generation_and_a_prompt_without_tokens(tiny) -> None:
+    batch = padded(PROMPTS)
+    options = dict(max_new_tokens=2, do_sample=False, eos_token_id=-1)
+    found = tiny.generate(**batch, **options, return_dict_in_generate=True, output_hidden_states=True)
+    assert torch.equal(found.sequences, tiny.generate(**batch, **options))
+    with torch.no_grad():
+        expected = tiny(**batch, output_hidden_states=True).hidden_states
+    assert len(found.hidden_states) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found.hidden_states[0], expected, strict=True))
+    batch["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="attention_mask row 1 has no real token"):
+        tiny.generate(**batch, **options)
+
+
 def test_stopping_and_the_generation_config_of_the_folder(tmp_path, tiny) -> None:
     prompt = PROMPTS[1]
     stop = int(greedy(tiny, torch.tensor([prompt]), 3)[0, -1])
@@ -379,6 +395,8 @@ def test_peft_wraps_trains_and_reloads(tiny, tmp_path) -> None:
     model.eval()
     expected = model(input_ids=ids).logits
     model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="the model holds an adapter .*merge it into the weights first"):
+        tiny.save_pretrained(tmp_path / "m")
     again = PeftModel.from_pretrained(copy_of(tiny).eval(), tmp_path / "adapter")
     assert (again(input_ids=ids).logits - expected).abs().max() < 1e-5
     text = again.generate(input_ids=ids[:1], max_new_tokens=3, do_sample=False)

@@ -299,6 +299,20 @@ def test_conversion_there_and_back_is_byte_identical_with_everything(tmp_path, r
         convert_checkpoint(folder, tmp_path / "copy", "bf16")
 
 
+def test_a_plain_folder_becomes_bf16_though_it_was_quantised_once(tmp_path, released) -> None:
+    """A fine-tuned fp32 export still has the scales of what training did not touch."""
+    folder, tensors = released
+    save_pretrained(load_pretrained(folder), tmp_path / "export")
+    convert_checkpoint(tmp_path / "export", tmp_path / "bf16", "bf16")
+    stored = load_file(tmp_path / "bf16" / SINGLE)
+    assert {t.dtype for name, t in stored.items() if t.dim() > 1 and ".hc_" not in name} == {torch.bfloat16}
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "back", "released")
+    back = load_file(tmp_path / "back" / SINGLE)
+    quantised = [name for name, t in tensors.items() if t.dtype.itemsize == 1 and not name.startswith("mtp.")]
+    assert quantised and all(torch.equal(raw(back[name]), raw(tensors[name])) for name in quantised)
+
+
 def test_plain_to_released_is_the_slow_reference(tmp_path) -> None:
     """From our own bf16 folder; quantised by kind, the rest as it was."""
     save_pretrained(tiny_model(vision=True), tmp_path / "plain", dtype=torch.bfloat16)

@@ -9,12 +9,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from model import load_pretrained, save_pretrained
-from train import convert, loop, lora, pretrain
+from train import adapter, convert, loop, lora, pretrain
 from train.build import Run, build
 from train.config import Config, ConfigError, Conversion, SmallTask, parse
+from train.errors import InputError
 from train.recipe import LORA_TARGETS
 
 from .test_sft import write_chats
@@ -147,6 +149,56 @@ def test_an_adapter_is_merged_into_the_released_layout_and_nothing_else_changes(
         assert (tensor - expected[name]).abs().mean() <= 1e-3 * tensor.abs().mean(), name
     with pytest.raises(ValueError, match="holds no adapter that can be read"):
         convert_with(base, released, tmp_path / "x", "released")
+
+
+def test_an_adapter_of_peft_on_the_transformers_class_is_merged(base: Path, tmp_path: Path) -> None:
+    """Its names have one more prefix, and layers need not have the same targets."""
+    import model.huggingface  # noqa: F401  registers the class
+
+    tuned = AutoModelForCausalLM.from_pretrained(base)
+    parameters = ["experts.w1", "layers.1.ffn.experts.w3", "layers.1.ffn.experts.w2"]
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["wq_a", "embed"], target_parameters=parameters)
+    tuned = peft.get_peft_model(tuned, config)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    tuned.save_pretrained(tmp_path / "adapter")
+    found = load_pretrained(convert_with(tmp_path / "adapter", base, tmp_path / "merged", "bf16")).state_dict()
+    for name, tensor in tuned.merge_and_unload().model.state_dict().items():
+        assert torch.allclose(found[name], tensor, atol=1e-6, rtol=2**-8), name
+
+
+A, B = "layers.0.attn.wq_a.lora_A.weight", "layers.0.attn.wq_a.lora_B.weight"
+DAMAGED = [
+    ({"r": 0}, {}, "not that of a plain LoRA adapter: r = 0"),
+    ({"lora_alpha": None}, {}, "lora_alpha = None"),
+    ({"r": 8}, {}, r"the factors of .* must be \[8, in\] and \[out, 8\]"),
+    ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa'"),
+    ({"modules_to_save": ["head"]}, {}, "modules_to_save"),
+    ({"a_setting_of_later": True}, {}, "a_setting_of_later = True"),
+    ({"target_parameters": ["experts.w1"]}, {}, "does not name the weights of layers.0.ffn.experts"),
+    ({}, {A: lambda t: t[:, 1:]}, r"wq_a.weight is \[.*, its change is for \["),
+    ({}, {B: lambda t: t[1:]}, r"wq_a.weight is \[.*, its change is for \["),
+    ({}, {A: lambda t: t / 0}, f"{A} has a NaN or infinite value"),
+    ({}, {A: lambda t: None}, f"{B} is no factor of a weight, or without its other factor"),
+    ({}, {B: lambda t: None}, f"{A} is without its other factor"),
+    ({}, {"layers.0.ffn.experts.base_layer.lora_A.weight": lambda t: t[4:]}, "the factors of layers.0.ffn.experts are"),
+]
+
+
+@pytest.mark.parametrize(("settings", "changes", "message"), DAMAGED)
+def test_a_damaged_adapter_is_named_and_nothing_is_written(make, base: Path, tmp_path, settings, changes, message):
+    lora.save_adapter(build(make("lora.targets=[attention,experts]")).model, tmp_path / "a", str(base), biases=False)
+    config, tensors = (tmp_path / "a" / file for file in (adapter.CONFIG, adapter.WEIGHTS))
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    stored = load_file(tensors)
+    for name, change in changes.items():
+        stored[adapter.PREFIX + name] = change(stored[adapter.PREFIX + name])
+    save_file({name: t.contiguous() for name, t in stored.items() if t is not None}, tensors)
+    with pytest.raises(InputError, match=message):
+        convert_with(tmp_path / "a", base, tmp_path / "merged", "bf16")
+    assert not list(tmp_path.glob("*merged*"))
 
 
 def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -> None:
