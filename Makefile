@@ -1,5 +1,4 @@
-# make train | sft-demo | lora-demo | vision-demo | studies | test | interop | slurm-check | bench | lint | clean.  Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
-# Extra settings:  make train ARGS="seed=1 name=demo-seed1"     make test ARGS="tests/train -k resume"
+# Plain `make` lists the targets. Needs Python 3.11 or newer with venv, and make; everything else goes into .venv.
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -12,16 +11,19 @@ STUDIES = optimizers methods indexer balance qat
 .PHONY: interop interop-install bench-distributed lint clean
 
 help:
-	@echo "make train   train the demo model on real text (10 minutes on 2 cores), resume it if interrupted"
-	@echo "make sft-demo | lora-demo | vision-demo  fine-tune on a small task: all weights, adapters, images (minutes each)"
-	@echo "make rl-demo fine-tune a small model to reason, then reinforcement learning at four efforts (6 minutes)"
-	@echo "make studies compare methods, one table each: $(STUDIES:%=study-%)"
-	@echo "make test    run the quick tests"
-	@echo "make interop install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute (3 minutes)"
+	@echo "make install      set up .venv; every other target does it first"
+	@echo "make train        train the demo model on real text (minutes on 2 cores); again: continue it if it was stopped"
+	@echo "make sft-demo | lora-demo | vision-demo   fine-tune on a small task: all weights, adapters, images (minutes each)"
+	@echo "make rl-demo      fine-tune a small model to reason, then reinforcement learning at four efforts (minutes)"
+	@echo "make studies      compare methods, one table each (hours): $(STUDIES:%=study-%)"
+	@echo "make test         run the quick tests"
+	@echo "make interop      install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
-	@echo "make bench   print the benchmark tables; make bench-distributed those of 1, 2 and 4 processes"
-	@echo "make lint    check the style"
-	@echo "make clean   remove .venv and caches (runs/ stays)"
+	@echo "make bench        print the benchmark tables; make bench-distributed: those of 1, 2 and 4 processes"
+	@echo "make lint         check the style"
+	@echo "make clean        remove .venv and what tests and builds leave (runs/ and .cache/ stay)"
+	@echo 'Settings:         make train ARGS="name=mine seed=1"     make test ARGS="tests/train -k resume"'
+	@echo "Without make:     source .venv/bin/activate; python -m train --help"
 
 train: install
 	@$(PY) -m train task=pretrain experiment=demo $(ARGS)

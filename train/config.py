@@ -365,7 +365,7 @@ def _known_keys(path: list[str], whole: type) -> list[str]:
     schema = TypeAdapter(whole).json_schema()
     node = schema
     for part in path:
-        node = node.get("properties", {}).get(part, {})
+        node = node.get("properties", {}).get(part) or node.get("items", {})  # of a list: any number
         reference = node.get("$ref") or next(
             (option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None
         )
@@ -557,7 +557,7 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     """
     complete = _completed(saved, config.task.kind)
     changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
-    shown = {key: f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed}
+    shown = {key: f"{key}: {_shown(old, 1000)} -> {_shown(new, 1000)}" for key, old, new in changed}
     fatal = [text for key, text in shown.items() if not key.startswith(CHANGEABLE)]
     if fatal:
         raise ConfigError(
