@@ -15,7 +15,7 @@ help:
 	@echo "make train        train the demo model on real text (minutes on 2 cores); again: continue it if it was stopped"
 	@echo "make sft-demo | lora-demo | vision-demo   fine-tune on a small task: all weights, adapters, images (minutes each)"
 	@echo "make rl-demo      fine-tune a small model to reason, then reinforcement learning at four efforts (minutes)"
-	@echo "make studies      compare methods, one table each (hours): $(STUDIES:%=study-%)"
+	@echo "make studies      compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test         run the quick tests"
 	@echo "make interop      install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
