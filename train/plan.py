@@ -13,7 +13,7 @@ Not counted: what libraries, allocator and communication buffers take beside the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from model import DeepseekV41, ModelConfig, build_model, count
@@ -312,7 +312,7 @@ def report(p: Plan) -> str:
             [(kind, f"{size / GIB:.2f}") for kind, size in p.traffic.items()],
         ),
         *_table(
-            ("GFLOPs per token", "forward", "and backward", "recomputed", "forward"),
+            ("GFLOPs per token", "forward", "with backward", "recomputed", "of forward"),
             [
                 *((part, *_giga(cost), _share(cost.forward, forward)) for part, cost in costs.items()),
                 ("all", *_giga(map(sum, zip(*costs.values(), strict=True))), "100.0 %"),
@@ -325,19 +325,51 @@ def report(p: Plan) -> str:
 
 
 def verdict(p: Plan) -> str:
-    """Whether the layout fits, and what takes most."""
+    """Whether the layout fits, what takes most, and what to change if it does not."""
     groups: dict[str, float] = {}
     for term, size in p.terms.items():
         groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
     largest = max(groups, key=lambda group: groups[group])
     need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
     takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
-    if largest == "activations":
-        takes += f" Try {'a shorter task.seq_len' if p.config.runtime.recompute else 'runtime.recompute=true'}."
     if room is None:
         return f"NEEDS {need:.2f} GiB on a GPU; give parallel.gpu_memory_gib to have it compared. {takes}"
-    answer = "FITS" if need <= room else "DOES NOT FIT"
-    return f"{answer}: needs {need:.2f} of {room:g} GiB on a GPU. {takes}"
+    if need <= room:
+        return f"FITS: needs {need:.2f} of {room:g} GiB on a GPU. {takes}"
+    return f"DOES NOT FIT: needs {need:.2f} of {room:g} GiB on a GPU. {takes}\n{remedy(p)}"
+
+
+def remedy(p: Plan) -> str:
+    """What to change of a layout that does not fit."""
+    fits = {choice: longest_rows(p, choice) for choice in (False, True)}
+    if not fits[True]:
+        held = sum(map(sum, (p.weights.values(), p.gradients.values(), p.state.values()))) / GIB
+        return (
+            f"No length of rows fits: weights, gradients and optimizer state take {held:.2f} GiB. Split more: more "
+            "parallel.expert_parallel and table_shards, shard_embeddings=true"
+        )
+    found = [
+        f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
+        for choice, length in fits.items()
+        if length
+    ]
+    rows = rows_in_pass(p.config)
+    fewer = f" Fewer than {rows} rows in a pass (task.micro_batch) let them be longer." if rows > 1 else ""
+    return f"What fits, all else as it is: {', '.join(found)}. A row is not split over GPUs.{fewer}"
+
+
+def longest_rows(p: Plan, recompute: bool) -> int:
+    """The longest rows that fit, by halving those of the plan; 0: none do."""
+    config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
+    fixed = sum(map(sum, (p.weights.values(), p.gradients.values(), p.state.values())))
+    length = config.task.seq_len
+    while length >= 2:
+        config = replace(config, task=replace(config.task, seq_len=length))
+        working = max(sum(working_bytes(config, p.model).values()), p.optimizer_working)
+        if (fixed + working) / GIB <= config.parallel.gpu_memory_gib:
+            return length
+        length //= 2
+    return 0
 
 
 def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:

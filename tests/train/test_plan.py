@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -93,10 +94,26 @@ def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
     assert (
         report(plan(make_config(f"parallel.gpu_memory_gib={need * 1.01}"))).splitlines()[-1].startswith("FITS: needs")
     )
-    tight = report(plan(make_config(f"parallel.gpu_memory_gib={need * 0.99}"))).splitlines()[-1]
+    tight = report(plan(make_config(f"parallel.gpu_memory_gib={need * 0.99}"))).splitlines()[-2]
     assert tight.startswith("DOES NOT FIT: needs") and "Largest: activations, " in tight
     short = report(plan(make_config("task.seq_len=2", "task.micro_batch=1"))).splitlines()[-1]
     assert short.startswith("NEEDS") and "Largest: optimizer state, " in short
+
+
+def test_the_rows_named_are_the_longest_that_fit(make_config) -> None:
+    def fits(length: int, recompute: bool) -> bool:
+        settings = (f"task.seq_len={length}", f"runtime.recompute={str(recompute).lower()}")
+        return plan(make_config(f"parallel.gpu_memory_gib={room}", *settings)).total / GIB <= room
+
+    room = plan(make_config("task.seq_len=64")).total / GIB * 1.01
+    said = report(plan(make_config("task.seq_len=1024", f"parallel.gpu_memory_gib={room}"))).splitlines()[-1]
+    named = dict((choice, int(length)) for length, choice in re.findall(r"seq_len=(\d+) with \S+=(true|false)", said))
+    assert named["false"] == 64 < named["true"]
+    for choice, length in named.items():
+        assert fits(length, choice == "true") and not fits(2 * length, choice == "true")
+    assert "Fewer than 2 rows in a pass" in said
+    held = report(plan(make_config("parallel.gpu_memory_gib=0.001"))).splitlines()[-1]
+    assert held.startswith("No length of rows fits: weights, gradients and optimizer state take 0.00 GiB. Split more")
 
 
 def test_the_released_model_on_a_cluster(compose_raw) -> None:
