@@ -43,17 +43,16 @@ class State(NamedTuple):
 
 
 class BlockResult(NamedTuple):
-    """The state behind a block, and what it reports: its attention's lesson and masses (see `Attended`), routing."""
+    """The state behind a block (None in a `Trace`), its cross-layer part, and what the block reports: its attention's
+    lesson and masses (see `Attended`), routing.
+    """
 
-    state: State
+    state: State | None
+    shared: Shared
     lesson: Lesson | None
     mass: Tensor | None
     full_mass: Tensor | None
     routing: Routing
-
-    @property
-    def shared(self) -> Shared:
-        return self.state.shared
 
 
 class Block(nn.Module):
@@ -89,7 +88,7 @@ class Block(nn.Module):
         mix = self.hc_ffn(streams)
         y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack, replay)
         state = State(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
-        return BlockResult(state, attended.lesson, attended.mass, attended.full_mass, routing)
+        return BlockResult(state, attended.shared, attended.lesson, attended.mass, attended.full_mass, routing)
 
     def remember(self, state: State, lookup: Lookup | None, pack: Pack, runtime: Runtime, cache: LayerCache) -> None:
         """Only what a Full layer adds to the cache's main KV and index keys."""
@@ -101,8 +100,8 @@ class Block(nn.Module):
 
 
 class Trace(NamedTuple):
-    """A whole pass over the blocks: hidden [T, d] after the final norm, every block's result, and the streams
-    entering each block.
+    """A whole pass over the blocks: hidden [T, d] after the final norm, what every block reports, and the streams
+    entering each block if they are asked for (without gradients nothing else keeps them).
     """
 
     hidden: Tensor
@@ -205,7 +204,8 @@ class DeepseekV41(nn.Module):
         row only (0: of all). Logits at padding are zero.
         """
         pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
-        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
+        inputs = (input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
+        trace = self._trace(*inputs, keep_streams=output_hidden_states)
         streams = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
         if logits_to_keep and labels is None:
             return Output(self.head(pack.unflatten(trace.hidden)[:, -logits_to_keep:]), None, streams)
@@ -309,7 +309,14 @@ class DeepseekV41(nn.Module):
         return next_token_targets(flat, pack.document)
 
     def _trace(
-        self, input_ids, pack: Pack, pixel_values, image_grid_hws, vision_token_types, routing: Tensor | None = None
+        self,
+        input_ids,
+        pack: Pack,
+        pixel_values,
+        image_grid_hws,
+        vision_token_types,
+        routing: Tensor | None = None,
+        keep_streams: bool = False,
     ) -> Trace:
         if routing is not None:
             check_routing(self.config.text, routing, pack.rows, pack.row_length)
@@ -318,13 +325,15 @@ class DeepseekV41(nn.Module):
         x = self.embed_batch(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
         layers = range(self.config.text.num_hidden_layers)
         lookups = self.look_up(layers, tokens, pack)
-        entering = [self.enter(x)]
-        blocks: list[BlockResult] = []
+        state, streams, blocks = self.enter(x), [], []
         for layer in layers:
             replay = None if routing is None else routing[:, layer]
-            blocks.append(self.advance(layer, entering[-1], lookups, pack, replay))
-            entering.append(blocks[-1].state)
-        return Trace(self.leave(entering.pop()), blocks, [state.streams for state in entering])
+            if keep_streams:
+                streams.append(state.streams)
+            result = self.advance(layer, state, lookups, pack, replay)
+            state = result.state
+            blocks.append(result._replace(state=None))
+        return Trace(self.leave(state), blocks, streams)
 
     def look_up(
         self, layers: Container[int], tokens: Tensor, pack: Pack, step: Step | None = None
