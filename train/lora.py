@@ -20,6 +20,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from safetensors.torch import save_file
@@ -131,8 +132,10 @@ class ExpertsLora(_Wrapper):
         """What the adapters add to `Experts.linear`."""
         total: Tensor | float = 0.0
         for name in self.in_use:
-            low = grouped_linear(self.lora_dropout[name](rows), self.lora_A[name][weight], ends)
-            total = total + self.scaling[name] * grouped_linear(low, self.lora_B[name][weight], ends)
+            missing = -self.r[name] % 8  # the grouped product wants rows of whole 16 bytes; zeros add nothing
+            a, b = self.lora_A[name][weight], self.lora_B[name][weight]
+            low = grouped_linear(self.lora_dropout[name](rows), F.pad(a, (0, 0, 0, missing)), ends)
+            total = total + self.scaling[name] * grouped_linear(low, F.pad(b, (0, missing)), ends)
         return total
 
     def changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -93,6 +93,13 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(make, ba
     }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_rank_can_be_trained(make, precision: str) -> None:
+    run = stepped(make("lora.targets=[experts]", "lora.rank=3", f"parallel.precision={precision}"))
+    for name, parameter in lora.trained_parameters(run.model).items():
+        assert parameter.abs().max() > 0, f"{name} has not moved"
+
+
 @pytest.mark.parametrize("balance", ["off", "separate"])
 def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
     run = stepped(make(ALL, f"optim.balance={balance}"))
