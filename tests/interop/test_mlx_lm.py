@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interop.conftest import FORMATS, Toy, assert_agree, greedy
+from tests.interop.conftest import FORMATS, Toy, assert_agree
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed: make interop-install")
@@ -34,13 +34,18 @@ def test_logits_agree(both, passages) -> None:
 
 
 def test_greedy_continuations_agree(both) -> None:
-    """With their cache, their prompt handling, and BOS put in front by the exported tokenizer."""
+    """With their cache, their prompt handling, and BOS put in front by the exported tokenizer. Where two tokens are all
+    but equally likely, rounding may take either.
+    """
     _, ours, theirs, tokenizer = both
     for prompt in ("def main(self, x):\n    ", "The items of a heap"):
         ids = tokenizer.encode(prompt)
         assert ids[0] == 0 and 1 in tokenizer.eos_token_ids
         found = [int(token) for token, _ in generation.generate_step(mx.array(ids), theirs, max_tokens=24)]
-        assert found == greedy(ours, ids, 24)
+        with torch.no_grad():
+            logits = ours(input_ids=torch.tensor([[*ids, *found]])).logits[0, len(ids) - 1 : -1]
+        behind = logits.amax(-1) - logits.gather(-1, torch.tensor(found)[:, None])[:, 0]
+        assert behind.max() <= 0.02 and (behind == 0).float().mean() >= 0.9, behind
 
 
 def test_quantised_weights_stay_packed_there(text_toy: Toy) -> None:

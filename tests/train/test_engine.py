@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from optim.place import share_out
+from tests.distributed.ranks import free_port
 from train import watch
 from train.__main__ import fail
 from train.config import ConfigError
@@ -125,9 +126,7 @@ def test_numbers_of_a_lone_process_are_left_alone() -> None:
 @pytest.fixture
 def arrive(monkeypatch: pytest.MonkeyPatch):
     """``arrive(size, ranks)``: what ``meet`` gives to, or raises in, those ranks of so many, two of them on a host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(watch, "REMINDER", 1.0)
