@@ -9,7 +9,6 @@ import torch
 from golden_files import traced
 from tiny import image_batch, no_rounding, tiny_model, tokens  # noqa: F401
 
-import model.cache
 from model import DeepseekV41, Generator, Request, Runtime, Sample, generate
 from model.generate import draw, uniform
 
@@ -33,14 +32,12 @@ def prompts(*lengths: int) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(params=["unrounded", pytest.param("rounded", marks=pytest.mark.slow)])
-def rounding(request, monkeypatch) -> bool:
+def rounding(request) -> bool:
     """Whether the attention state is quantised. Without, fp32 noise stays noise and everything must agree tightly;
     with, a value within noise of a rounding edge may fall on the other side, for a few tokens.
     """
     if request.param == "unrounded":
         request.getfixturevalue("no_rounding")
-        for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
-            monkeypatch.setattr(model.cache, name, None)  # a store without a format is plain
     return request.param == "rounded"
 
 

@@ -14,7 +14,7 @@ import torch
 from golden_files import INPUTS, golden, load_oracle, oracle_rounding
 from safetensors.torch import load_file
 from test_config import RELEASED
-from tiny import assert_same, tiny_model, tokens
+from tiny import assert_same, no_rounding, tiny_model, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from model import Runtime, load_pretrained, save_pretrained
@@ -160,7 +160,7 @@ def test_labels_are_shifted_as_transformers_does_it(tiny) -> None:
     assert isinstance(tiny(input_ids=ids, return_dict=False), tuple)
 
 
-def test_micro_batches_add_up_to_the_whole_batch(tiny) -> None:
+def test_micro_batches_add_up_to_the_whole_batch(tiny, no_rounding) -> None:  # noqa: F811
     ids, labels = tokens(4, 24), tokens(4, 24)
     labels[1, 4:] = -100  # unequal numbers of targets
     labels[3, :20] = -100

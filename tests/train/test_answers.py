@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data.chat import prompt_ids
+from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.answers import ExactMatch, most_frequent
 from train.build import build
@@ -17,7 +18,7 @@ from train.sample import sample
 from .test_sft import base, chats, make_sft  # noqa: F401  (fixtures)
 
 
-def test_a_pass_counts_what_greedy_decoding_writes(make_sft, tmp_path) -> None:  # noqa: F811
+def test_a_pass_counts_what_greedy_decoding_writes(no_rounding, make_sft, tmp_path) -> None:  # noqa: F811
     """On a question that a short training answers always the same way: sometimes right, sometimes wrong."""
     answers = {f"{n} + 1": "It is odd." if n % 3 else "It is even." for n in range(60)}
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers.items()]

@@ -9,6 +9,7 @@ import torch
 
 from model import indexer_recall
 from optim import load_statistics
+from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
 
@@ -78,7 +79,7 @@ def probed(run: Run, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict,
     return next(iter(run.valid_batches)), [loop.probe_recall(run, next(iter(run.valid_batches))), *seen]
 
 
-def test_recall_is_measured_on_so_many_tokens_at_most(make_config, monkeypatch) -> None:
+def test_recall_is_measured_on_so_many_tokens_at_most(no_rounding, make_config, monkeypatch) -> None:  # noqa: F811
     run = build(make_config("data.validation_rows=2"))
     batch, (recall, probe) = probed(run, 40, monkeypatch)
     assert batch["seq_lens"].sum() > 100 and 0 < probe["seq_lens"].sum() <= 40

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
 from train.checkpoint import State
@@ -43,7 +44,7 @@ def uneven(batches: list) -> list:
     return batches
 
 
-def test_accumulated_gradient_equals_the_larger_batch(make_config) -> None:
+def test_accumulated_gradient_equals_the_larger_batch(no_rounding, make_config) -> None:  # noqa: F811
     split = build(make_config("task.micro_batch=1", "task.accumulation=4", "optim.clip=1000.0"))
     whole = build(make_config("task.micro_batch=4", "task.accumulation=1", "optim.clip=1000.0"))
     small = uneven([next(iter(split.train_batches)) for _ in range(4)])
@@ -57,7 +58,7 @@ def test_accumulated_gradient_equals_the_larger_batch(make_config) -> None:
         )
 
 
-def test_micro_batches_of_a_step_report_the_larger_batch(make_config) -> None:
+def test_micro_batches_of_a_step_report_the_larger_batch(no_rounding, make_config) -> None:  # noqa: F811
     records = [step_of(build(make_config(f"task.micro_batch={m}", f"task.accumulation={4 // m}"))) for m in (1, 4)]
     torch.testing.assert_close(records[0]["total"], records[1]["total"], rtol=1e-5, atol=1e-6)
     for name in ("supervised", "real", "index_queries", "expert_load"):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model import load_pretrained, save_pretrained
+from tests.model.tiny import no_rounding  # noqa: F401
 from train import adapter, convert, loop, lora, pretrain
 from train.build import Run, build
 from train.config import Config, ConfigError, Conversion, SmallTask, parse
@@ -73,7 +74,7 @@ def convert_with(adapter: Path | None, src: Path, dst: Path, format: str) -> Pat
     return dst
 
 
-def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(make, base: Path) -> None:
+def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(no_rounding, make, base: Path) -> None:  # noqa: F811
     plain = load_pretrained(base)
     run = build(make(ALL))
     modules = set(lora._target_modules(plain, EVERYTHING))
@@ -121,7 +122,7 @@ def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
         assert parameter.abs().max() > 0, f"{name} has not moved"
 
 
-def test_peft_reads_what_is_written(make, base: Path, tmp_path: Path) -> None:
+def test_peft_reads_what_is_written(no_rounding, make, base: Path, tmp_path: Path) -> None:  # noqa: F811
     """With nothing but `peft` on a plain model; its wrappers compute the experts in another way."""
     run = stepped(make(ALL, "lora.dropout=0.1"), 4)
     run.model.eval()

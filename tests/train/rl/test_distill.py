@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from model import load_pretrained
+from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
 from train.checkpoint import State
 from train.config import Config, ConfigError
@@ -31,7 +32,7 @@ def steps(config: Config) -> list[dict]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-def test_the_objective_is_the_divergence_from_each_tasks_teacher(make_policy, teachers) -> None:
+def test_the_objective_is_the_divergence_from_each_tasks_teacher(no_rounding, make_policy, teachers) -> None:  # noqa: F811
     policy = make_policy(teachers)
     model, scored = policy.run.model, score(policy.collector.collect(), None, [20, 80])
     made, counts = policy.method.batches(scored, version=0)

