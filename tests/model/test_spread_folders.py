@@ -15,6 +15,7 @@ import model.released
 from model import build_model, load_weights, save_pretrained
 from model.checkpoint import parts
 from model.parallel import Parallel, Ranks
+from tests import processes
 
 PART = Parallel(experts=Ranks(None, 1, 2), tables=Ranks(None, 2, 4), shard_embeddings=True)
 
@@ -77,15 +78,20 @@ def anonymous_mib() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by /proc")
-def test_memory_beside_the_model_is_a_few_blocks(tmp_path, monkeypatch) -> None:
-    """Of 129 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it, which the C
-    library keeps for a while. A copy of the table would be more than the limit.
+def test_memory_beside_the_model_is_a_few_blocks(tmp_path) -> None:
+    """Of 258 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it, which the C
+    library keeps for a while. A copy of the table would be more than the limit. In a process of its own, for what
+    other tests have left in the memory of this one would count too, or hide it.
     """
-    built = tiny_model(engram=True, engram_num_embeddings=[2**19 + 7, 1000], engram_head_dim=64)
-    size = sum(parameter.numel() * 4 for parameter in built.parameters()) / 2**20
-    assert size > 128
-    limit = 96
-    peak = [0.0]
+    (grown,) = processes.run(1, growth, tmp_path)
+    assert max(grown.values()) < 200, grown
+
+
+def growth(rank: int, folder: Path) -> dict[str, float]:
+    """MiB by which memory grew at most, by what was done."""
+    built = tiny_model(engram=True, engram_num_embeddings=[2**20 + 7, 1000], engram_head_dim=64)
+    assert sum(parameter.numel() * 4 for parameter in built.parameters()) / 2**20 > 256
+    peak, grown = [0.0], {}
     original = model.released.row_blocks
 
     def watched(*args):
@@ -93,13 +99,13 @@ def test_memory_beside_the_model_is_a_few_blocks(tmp_path, monkeypatch) -> None:
             yield rows
             peak[0] = max(peak[0], anonymous_mib())
 
-    for place in (model.released, model.checkpoint):
-        monkeypatch.setattr(place, "row_blocks", watched)
-    save_pretrained(built, tmp_path / "warm", format="released")
+    model.released.row_blocks = model.checkpoint.row_blocks = watched
+    save_pretrained(built, folder / "warm", format="released")
     for format in ("released", "plain"):
         peak[0] = before = anonymous_mib()
-        save_pretrained(built, tmp_path / format, format=format)
-        assert peak[0] - before < limit, f"saving took {peak[0] - before:.0f} MiB"
+        save_pretrained(built, folder / format, format=format)
+        grown[f"saving {format}"] = peak[0] - before
         peak[0] = before = anonymous_mib()
-        load_weights(built, tmp_path / format)
-        assert peak[0] - before < limit, f"loading took {peak[0] - before:.0f} MiB"
+        load_weights(built, folder / format)
+        grown[f"loading {format}"] = peak[0] - before
+    return grown
