@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -120,17 +121,16 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)
-    targets, load, recall = torch.zeros((), dtype=torch.int64), 0, []
+    targets, load, probe = torch.zeros((), dtype=torch.int64), 0, Probe(run)
     chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
-    for number, batch in enumerate(run.valid_batches):
+    for batch in run.valid_batches:
         if run.world.any(stop()):
             return None
         batch, real = with_a_token(to_device(batch, run.device))
         with precision(run):
             judge = ExactMatch() if chat else None
             losses = run.model.losses(**batch, totals=run.model.totals(**batch), objective=judge)
-            if number == 0:
-                recall = probe_recall(run, batch)
+            probe.add(batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
         load = load + losses.expert_load * real
         if judge:
@@ -143,7 +143,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
         "targets": targets,
         **({"exact_match": right / asked, "answers": asked} if chat else {}),
-        "index_recall": recall,
+        "index_recall": probe.recall,
         "expert_load": _load_record(load),
         "seconds": time.perf_counter() - started,
     }
@@ -160,25 +160,47 @@ def with_a_token(batch: Batch) -> tuple[Batch, bool]:
     return {**batch, "seq_lens": lengths}, False
 
 
-def probe_recall(run: Run, batch: Batch) -> list[float | None]:
-    """``model.indexer_recall`` of every index source on the first documents of all ranks' ``batch``, at most
-    ``PROBE_TOKENS``; None where no query sees more entries than the top-k.
+@dataclass
+class Probe:
+    """``model.indexer_recall`` of every index source on the first held-out documents, at most ``PROBE_TOKENS``: the
+    same ones whatever the number of processes and of rows in a batch.
     """
-    lengths, world = batch["seq_lens"], run.world
-    before = sum(world.gather(int(lengths.sum()))[: world.rank])
-    kept = torch.where(before + lengths.flatten().cumsum(0) <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
-    if not world.any(bool(kept.any())):  # the first document alone is longer
-        if "pixel_values" in batch:
-            return []
-        if world.first:
-            kept[0, 0] = PROBE_TOKENS
+
+    run: Run
+    recall: list[float | None] = field(default_factory=list)  # None where no query sees more entries than the top-k
+    seen: int = 0  # tokens of the batches so far, of all ranks
+    sums: torch.Tensor | float = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Take all ranks' next ``batch`` into account; all call it together."""
+        if self.seen >= PROBE_TOKENS:
+            return
+        lengths, world, seen = batch["seq_lens"], self.run.world, self.seen
+        sizes = world.gather(int(lengths.sum()))
+        self.seen += sum(sizes)
+        end = seen + sum(sizes[: world.rank]) + lengths.flatten().cumsum(0)
+        kept = torch.where(end <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
+        if not world.any(bool(kept.any())):
+            if seen or "pixel_values" in batch:
+                return
+            if world.first:  # the first document alone is longer
+                kept[0, 0] = PROBE_TOKENS
+        recall = indexer_recall(self.run.model, _first_documents(batch, kept), self._all)
+        self.recall = [None if math.isnan(value) else value for value in recall.tolist()]
+
+    def _all(self, sums: torch.Tensor) -> torch.Tensor:
+        self.sums = self.run.world.sum_(sums) + self.sums
+        return self.sums
+
+
+def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
+    """The batch with ``kept``, the lengths of its first documents and then zeros, in place of ``seq_lens``."""
     probe, _ = with_a_token({**batch, "seq_lens": kept})
     if "pixel_values" in batch:
         real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
         grids = batch["image_grid_hws"][: ((batch["vision_token_types"] == IMAGE_START) & real).sum()]
         probe.update(image_grid_hws=grids, pixel_values=batch["pixel_values"][: grids.prod(1).sum()])
-    recall = indexer_recall(run.model, probe, world.sum_)
-    return [None if math.isnan(value) else value for value in recall.tolist()]
+    return probe
 
 
 def train(run: Run, state: State, report: Reporter) -> None:

@@ -55,15 +55,32 @@ def test_the_factors_of_the_tables(make_config) -> None:
         assert rows["layers.1.attn.wq_a.weight"].lr_factor == 1.0
 
 
-def test_an_evaluation_measures_the_load_of_all_rows_and_the_recall_of_the_first(make_config) -> None:
+def test_an_evaluation_measures_the_load_of_all_rows(make_config) -> None:
     run = build(make_config())
     result = loop.evaluate(run)
     batches = list(run.valid_batches)
     with torch.no_grad():
         load = sum(run.model.losses(**batch, totals=run.model.totals(**batch)).expert_load for batch in batches)
     assert result["expert_load"]["text"]["max_over_mean"] == load_statistics(load)[0][:, 0].tolist()
-    assert result["index_recall"] == indexer_recall(run.model, batches[0]).tolist()
-    assert all(0 < value <= 1 for value in result["index_recall"])
+
+
+@pytest.mark.parametrize(("rows", "limit"), [(1, 400), (2, 400), (2, 200)])
+def test_recall_is_that_of_the_first_documents_however_they_come(make_config, monkeypatch, rows, limit) -> None:
+    """Several processes make batches of more rows."""
+
+    def evaluated(rows: int) -> tuple[Run, list[float]]:
+        run = build(make_config("data.validation_rows=4", f"task.micro_batch={rows}", f"task.accumulation={4 // rows}"))
+        return run, loop.evaluate(run)["index_recall"]
+
+    monkeypatch.setattr(loop, "PROBE_TOKENS", limit)
+    run, whole = evaluated(4)
+    (batch,) = run.valid_batches
+    end = batch["seq_lens"].flatten().cumsum(0).view_as(batch["seq_lens"])
+    kept = torch.where(end <= limit, batch["seq_lens"], 0)
+    assert (limit == 400) == bool((kept == batch["seq_lens"]).all()) and (kept > 0).any(1).sum() > 2
+    expected = indexer_recall(run.model, {**batch, "seq_lens": kept})
+    assert whole == pytest.approx(expected.tolist(), rel=1e-4) and all(0 < value <= 1 for value in whole)
+    assert evaluated(rows)[1] == pytest.approx(whole, rel=1e-4)
 
 
 def probed(run: Run, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, list]:
@@ -76,7 +93,9 @@ def probed(run: Run, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict,
 
     monkeypatch.setattr(loop, "PROBE_TOKENS", limit)
     monkeypatch.setattr(loop, "indexer_recall", look)
-    return next(iter(run.valid_batches)), [loop.probe_recall(run, next(iter(run.valid_batches))), *seen]
+    batch, probe = next(iter(run.valid_batches)), loop.Probe(run)
+    probe.add(batch)
+    return batch, [probe.recall, *seen]
 
 
 def test_recall_is_measured_on_so_many_tokens_at_most(no_rounding, make_config, monkeypatch) -> None:  # noqa: F811
@@ -88,8 +107,9 @@ def test_recall_is_measured_on_so_many_tokens_at_most(no_rounding, make_config, 
     if probe["seq_lens"].count_nonzero() == 1:
         expected = indexer_recall(run.model, {**alone, "seq_lens": torch.tensor([[first]])})
         torch.testing.assert_close(torch.tensor(recall), expected, rtol=1e-4, atol=1e-5)
-    few = loop.probe_recall(build(make_config("model.text_config.index_topk=64")), batch)
-    assert few == [None] * len(recall)  # nobody sees more than 64 entries
+    few = loop.Probe(build(make_config("model.text_config.index_topk=64")))
+    few.add(batch)
+    assert few.recall == [None] * len(recall)  # nobody sees more than 64 entries
 
 
 def test_recall_on_images_takes_the_pixels_of_the_documents_it_keeps(make_config, monkeypatch) -> None:
