@@ -94,16 +94,17 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
 
 def test_a_signal_ends_an_evaluation_which_is_made_again(make_config, whole: Config, monkeypatch) -> None:
     """Behind the last step: the run is not complete without it."""
-    config, original, calls = make_config("name=parts"), loop.probe_recall, []
+    config, original, evaluations = make_config("name=parts"), loop.Probe.add, []
 
-    def probe_and_signal(run, batch):
-        calls.append(batch)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, batch)
+    def add_and_signal(probe, batch):
+        if not probe.seen:  # the first batch of an evaluation
+            evaluations.append(probe)
+            if len(evaluations) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        original(probe, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "probe_recall", probe_and_signal)
+        patch.setattr(loop.Probe, "add", add_and_signal)
         with pytest.raises(loop.Interrupted, match="Stopped by SIGTERM after step"):
             pretrain.run(config)
     assert [record["kind"] for record in numbers(config.run_dir)].count("valid") == 1
