@@ -155,6 +155,25 @@ class Cache:
             self._release(page)
         self.rows[row] = None
 
+    def copy_of_row(self, row: int) -> int:
+        """A row for a sequence that begins with all that another has passed. Full pages are shared, the last one, the
+        windows and the open groups are copied.
+        """
+        new, state = self.open(), self.rows[row]
+        copy = self.rows[new] = _row(vars(state))
+        if state.length % self.page_tokens:
+            copy.pages[-1] = self._copy_of(state.pages[-1])
+        for page in state.pages[: state.length // self.page_tokens]:
+            self.uses[page] += 1
+        sizes = {n: self.config.sliding_window for n in self.window}
+        groups = {n: self.config.ratio(n) for n in self.open_values}
+        for stores, places in ((self.window, sizes), (self.open_values, groups), (self.open_gates, groups)):
+            for layer, size in places.items():
+                stores[layer].grow(len(self.rows) * size)
+                for tensor in map(_bytes, stores[layer].tensors):
+                    tensor[new * size : (new + 1) * size] = tensor[row * size : (row + 1) * size]
+        return new
+
     def reserve(self, row: int, length: int) -> None:
         """Give a row the pages that `length` tokens need."""
         pages = self.rows[row].pages

@@ -63,13 +63,15 @@ class Sample:
 @dataclass
 class _Running:
     """A sample in the making: its cache row (None until it is its turn), the routing of the passes so far, and, of a
-    prompt with images, its embeddings [len(prompt), d] until it is prefilled.
+    prompt with images, its embeddings [len(prompt), d] until it is prefilled. followers: those with the same prompt,
+    which go on from its prefill.
     """
 
     sample: Sample
     row: int | None = None
     routing: list[Tensor] = field(default_factory=list)
     embeddings: Tensor | None = None
+    followers: list[_Running] = field(default_factory=list)
 
     def ahead(self, passed: int) -> list[int]:
         """Tokens that the model has not seen yet, when it has seen `passed`."""
@@ -141,13 +143,10 @@ class Generator:
     @torch.no_grad()
     def step(self) -> list[Sample]:
         """Give every running sequence one token, newcomers their prefill before that; returns the finished samples."""
-        while self.waiting and len(self.running) < self.max_running:
-            self.running.append(self.waiting.popleft())
-            self._admit(self.running[-1])
-        decode = [r for r in self.running if len(self._ahead(r)) == 1 and r.sample.tokens]
+        decode = list(self.running)
+        pending = self._admit_waiting()
         if decode:
             self._draw(decode, self._pass(decode, [self._ahead(r) for r in decode]))
-        pending = [r for r in self.running if all(r is not d for d in decode)]
         while pending:
             pending = self._prefill(pending)
         done = [r for r in self.running if r.sample.finish]
@@ -156,6 +155,26 @@ class Generator:
             self._keep_prefix(finished)
             self.cache.close(finished.row)
         return [self._finished(r) for r in done]
+
+    def _admit_waiting(self) -> list[_Running]:
+        """Let as many requests begin as may run; returns those to prefill: of each prompt the first."""
+        first: dict[tuple[int, ...], _Running] = {}
+        while self.waiting and len(self.running) < self.max_running:
+            running = self.waiting.popleft()
+            self.running.append(running)
+            request = running.sample.request
+            leader = running if request.images else first.setdefault(request.prompt, running)
+            if leader is running:
+                self._admit(running)
+            else:
+                leader.followers.append(running)
+        return [running for running in self.running if running.row is not None and not running.sample.tokens]
+
+    def _follow(self, leader: _Running) -> None:
+        """Let those with the prompt that was just prefilled go on from there."""
+        for running in leader.followers:
+            running.row = self.cache.copy_of_row(leader.row)
+            running.routing, running.sample.replay_start = list(leader.routing), leader.sample.replay_start
 
     def _admit(self, running: _Running) -> None:
         """Give a request its row, and what is known about its prompt already."""
@@ -191,6 +210,11 @@ class Generator:
                 budget -= len(part)
         hidden = self._pass(batch, parts)
         complete = [running for running in batch if not self._ahead(running)]
+        for leader in list(complete):
+            self._follow(leader)
+            hidden |= {running.row: hidden[leader.row] for running in leader.followers}
+            complete += leader.followers
+            leader.followers = []
         if complete:
             self._draw(complete, hidden)
         for running in complete:

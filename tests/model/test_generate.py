@@ -230,6 +230,36 @@ def test_prefix_reuse_equals_its_simulation(window: int, decoder_replay: bool, r
     assert sorted(generator.cache.free_pages) == list(range(generator.cache.pages))
 
 
+@pytest.mark.parametrize(("length", "decoder_replay"), [(151, False), (128, True)])
+def test_requests_with_one_prompt_share_its_prefill(
+    length: int, decoder_replay: bool, rounding: bool, monkeypatch
+) -> None:
+    """They write what each would write alone, and leave no page behind."""
+    built = tiny_model(Runtime(decoder_replay=decoder_replay), engram=True)
+    long, other = prompts(length, 40)  # 128 fill their pages
+    requests = [Request(long, 3 + 5 * seed, seed=seed) for seed in range(3)]
+    requests.insert(1, Request(other, 9, seed=5))
+    expected = [generate(built, [request], record_routing=True)[0] for request in requests]
+    passed, inner = [], Generator._pass
+
+    def watched(self, batch, parts):
+        passed.append(sum(map(len, parts)))
+        return inner(self, batch, parts)
+
+    monkeypatch.setattr(Generator, "_pass", watched)
+    generator = Generator(built, record_routing=True, prefill_tokens=64)
+    found = generate_with(generator, *requests)
+    assert sum(passed[:3]) == length + 40 and max(passed[3:]) <= 4, "each prompt once, then a token of each request"
+    for sample, alone in zip((found[n] for n in range(4)), expected, strict=True):
+        assert sample.routing.shape == alone.routing.shape and (sample.routing[:, 0] >= 0).all()
+        if not rounding:
+            assert sample.tokens == alone.tokens and torch.equal(sample.routing, alone.routing)
+            assert sample.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+        simulation = simulated(built, sample)
+        assert_near(torch.tensor(sample.log_probs), simulation, rounding)
+    assert sorted(generator.cache.free_pages) == list(range(generator.cache.pages))
+
+
 def test_prefixes_are_bounded_and_shared() -> None:
     """Sequences with one beginning own its pages together; the oldest ends go first when there is no room."""
     built = tiny_model()
@@ -248,11 +278,14 @@ def test_prefixes_are_bounded_and_shared() -> None:
     assert cache.uses[cache.rows[row].pages[0]] == 2
 
 
-def generate_with(generator: Generator, *requests: Request) -> None:
+def generate_with(generator: Generator, *requests: Request) -> dict[int, Sample]:
+    """The samples by id."""
+    found: dict[int, Sample] = {}
     for request in requests:
         generator.submit(request)
     while generator.in_flight:
-        generator.step()
+        found.update((sample.id, sample) for sample in generator.step())
+    return found
 
 
 def test_draw_follows_the_distribution() -> None:
