@@ -7,11 +7,12 @@ The files come from two other implementations (tests/golden/README.md). A checko
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,8 @@ ROUNDERS = (
 def window_kv(oracle: Oracle, model) -> dict[int, Tensor]:
     """By layer: the rounded window KV [T, D] that follows from the streams the oracle lists (it does not list this).
 
-    Every block is fed the oracle's streams, so that no noise adds up over layers.
+    Every block is fed the oracle's streams, so that no noise adds up over layers. Where a token does not come out as
+    the oracle lists it and a value of its window KV lies on an edge, the value gets the side on which it does.
     """
     found: dict[int, Tensor] = {}
     streams, pack, config = oracle.streams(), oracle.pack, oracle.config
@@ -189,12 +191,47 @@ def window_kv(oracle: Oracle, model) -> dict[int, Tensor]:
         if block.engram is not None:
             rows = engram_rows(config, layer, model.token_map, pack.flatten(oracle.inputs["input_ids"]), pack)
             lookup = block.engram.embed.look_up(rows)
-        with pytest.MonkeyPatch.context() as patch:
-            keep = lambda x, layer=layer: found.setdefault(layer, fake_quant_fp8(x))  # noqa: E731
-            patch.setattr(attention_module, "fake_quant_fp8", keep)
-            result = block(State(entering, pre_mix, shared), lookup, pack, replace(model.runtime, attention="dense"))
+        state, runtime = State(entering, pre_mix, shared), replace(model.runtime, attention="dense")
+        wanted = pack.flatten(streams[layer + 1]) if layer + 1 in streams else None
+        result, found[layer] = _on_the_right_sides(lambda: block(state, lookup, pack, runtime), wanted)  # noqa: B023
         pre_mix, shared = result.state.pre_mix, result.shared
     return found
+
+
+def _on_the_right_sides(run_block: Callable[[], Any], wanted: Tensor | None) -> tuple[Any, Tensor]:
+    """What a block gives, and its rounded window KV. ``wanted``: its streams."""
+    seen: list[Tensor] = []
+
+    def attempt(sides: dict[tuple[int, int], Tensor]) -> tuple[Any, Tensor, Tensor]:
+        def keep(x: Tensor) -> Tensor:
+            out = fake_quant_fp8(x).clone()
+            for place, value in sides.items():
+                out[place] = value
+            seen[:] = [x, out]
+            return out
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_module, "fake_quant_fp8", keep)
+            result = run_block()
+        x, rounded = seen
+        off = torch.zeros(0) if wanted is None else (result.state.streams - wanted).abs().flatten(1).amax(1)
+        return result, rounded, off > 1e-4
+
+    sides: dict[tuple[int, int], Tensor] = {}
+    result, rounded, wrong = attempt(sides)
+    while wrong.any():
+        token, x = int(wrong.nonzero()[0]), seen[0]
+        below, above = fake_quant_fp8(x - 3e-5)[token], fake_quant_fp8(x + 3e-5)[token]
+        for channel in (below != above).nonzero().flatten().tolist():
+            other = below[channel] if rounded[token, channel] == above[channel] else above[channel]
+            tried = attempt({**sides, (token, channel): other})
+            if not tried[2][: token + 1].any():
+                sides[token, channel] = other
+                result, rounded, wrong = tried
+                break
+        else:
+            break
+    return result, rounded
 
 
 def _with_oracle(rounder, what: str, known: dict[int, tuple[Tensor, Tensor]], flips: list[tuple]):

@@ -51,7 +51,9 @@ def rows(data: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torc
 
 
 def test_micro_batches_add_up(no_rounding) -> None:  # noqa: F811
-    """All three losses on: the gradients of unequal micro-batches sum to the whole batch's within 1e-6."""
+    """All three losses on: the gradients of unequal micro-batches sum to the whole batch's within 1e-6, or 1e-5 where
+    an Engram gate's square root near zero magnifies rounding.
+    """
     built = tiny_model(Runtime(balance_coef=0.1), engram=True)
     data = batch()
     totals = built.totals(**data)
@@ -66,7 +68,8 @@ def test_micro_batches_add_up(no_rounding) -> None:  # noqa: F811
         for part in parts:
             built.losses(**part, totals=totals).total.backward()
         for name, gradient in gradients(built).items():
-            torch.testing.assert_close(gradient, whole[name], atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            limit = 1e-5 if ".engram." in name else 1e-6
+            torch.testing.assert_close(gradient, whole[name], atol=limit, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
