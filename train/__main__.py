@@ -44,7 +44,7 @@ def run_task(raw: DictConfig) -> None:
     try:
         checked = config.parse(raw)
         TASKS[checked.task.kind](checked)
-    except NonFiniteError as error:
+    except (NonFiniteError, FloatingPointError) as error:  # in a step; in generation
         fail(3, error)
     except Interrupted as error:
         fail(75, error)

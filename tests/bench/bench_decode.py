@@ -1,4 +1,5 @@
-"""Decoding with the packed cache against running the whole sequence again, and what the cache holds.
+"""Decoding with the packed cache against running the whole sequence again; samples of one prompt against prompts that
+share nothing; what the cache holds.
 
     python tests/bench/bench_decode.py [--lengths 1024 2048 ...] [--batch 1] [--threads 2]
 
@@ -70,6 +71,31 @@ def speed_table(lengths: list[int], batch: int, threads: int) -> None:
         print(row + f"{batch / again:>15.2f} {again / step:>7.0f}x", flush=True)
 
 
+def sharing_table(lengths: list[int], samples: int, threads: int) -> None:
+    """Samples of one prompt, as reinforcement learning asks for, against as many prompts that share nothing."""
+    model = bench_model()
+    vocabulary = model.config.text.vocab_size
+    print(f"\n{samples} samples of 64 tokens, {threads} thread{'s' * (threads > 1)}:", end=" ")
+    print("seconds to their first tokens, and in all")
+    print(f"{'prompt':>8} {'one prompt':>18} {'unlike prompts':>18} {'ratios':>14}")
+    for length in lengths:
+        prompt = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        found = []
+        for changed in (0, 1):
+            generator, started = Generator(model), time.perf_counter()
+            for seed in range(samples):
+                first = (prompt[0] + changed * seed) % vocabulary
+                generator.submit(Request((first, *prompt[1:]), 64, seed=seed))
+            generator.step()
+            begun = time.perf_counter() - started
+            while generator.in_flight:
+                generator.step()
+            found.append((begun, time.perf_counter() - started))
+        (one, whole), (apart, all_apart) = found
+        times = f"{one:>9.2f} {whole:>8.2f} {apart:>9.2f} {all_apart:>8.2f}"
+        print(f"{length:>8} {times} {apart / one:>6.1f}x {all_apart / whole:>5.1f}x", flush=True)
+
+
 def bytes_table() -> None:
     """Measured on the released head sizes and schedule: one page of every Full layer written, without the weights."""
     config = TextConfig()
@@ -97,6 +123,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     bytes_table()
     speed_table(arguments.lengths, arguments.batch, arguments.threads)
+    sharing_table([128, 512, 1024], 8, arguments.threads)
 
 
 if __name__ == "__main__":

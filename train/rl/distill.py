@@ -45,7 +45,7 @@ class Teachers:
     """The teachers of a run's tasks. A task's number in ``rl.tasks`` finds its teacher.
 
     Raises:
-        ConfigError: a teacher's tokenizer is another than the policy's.
+        ConfigError: a teacher's tokenizer or vocabulary is another than the policy's.
     """
 
     NAMES = DistillationObjective.NAMES
@@ -54,7 +54,7 @@ class Teachers:
         self.run, self.shape = run, shape
         self.names = [task.teacher for task in run.config.rl.tasks]
         for number, name in enumerate(self.names):
-            _check_tokenizer(run, number, name)
+            _check_vocabulary(run, number, name)
         self.heads: dict[str, Tensor] = {}  # on the CPU
         self.loaded: tuple[str, DeepseekV41] | None = None
 
@@ -121,10 +121,14 @@ class Teachers:
         return losses
 
 
-def _check_tokenizer(run: Run, number: int, name: str) -> None:
-    origin = find_origin(name)
+def _check_vocabulary(run: Run, number: int, name: str) -> None:
+    origin, rule = find_origin(name), None
+    size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
     if origin.tokens() != find_origin(run.config.init_from).tokens():
         rule = f"its tokenizer, {origin.tokenizer}, is not the policy's: their vocabularies cannot be compared"
+    elif size != own:
+        rule = f"its vocabulary has {size} entries, the policy's {own}: they cannot be compared"
+    if rule:
         raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models of one family")])
 
 

@@ -139,6 +139,7 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
     collecting and of evaluating.
     """
     run, collector = policy.run, policy.collector
+    told: set[str] = set()
 
     def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         started, before = time.perf_counter(), state.tokens
@@ -146,6 +147,8 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
         if run.world.any(groups is None):
             collector.put_back(groups or [])
             return None
+        for note in failures(groups, told):
+            report.log(note)
         collected = time.perf_counter()
         record = step(policy, groups, state)
         seconds = time.perf_counter() - started
@@ -188,6 +191,18 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
             "lr": numbers["lr"],
         }
     return record
+
+
+def failures(groups: list[Subgroup], told: set[str]) -> list[str]:
+    """Why reward functions gave nothing to this process's responses; ``told``: kinds of reasons to leave out."""
+    notes = []
+    for group in groups:
+        for outcome in (response.outcome for response in group.responses):
+            kind = outcome.detail.partition(":")[0]
+            if outcome.failure and kind not in told:
+                told.add(kind)
+                notes.append(f"rl.tasks[{group.task}].reward failed, which counts as a reward of 0: {outcome.detail}")
+    return notes
 
 
 def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:

@@ -109,3 +109,10 @@ def test_settings_of_the_other_task_are_refused(make_distill, make_rl, teachers,
     config = make_distill([other])
     with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*is not the policy's"):
         rl.make_policy(build(config), None, None)
+    wider = shutil.copytree(checkpoint_folder, tmp_path / "wider")
+    released = json.loads((wider / "config.json").read_text())
+    released["text_config"]["vocab_size"] += 1
+    (wider / "config.json").write_text(json.dumps(released))
+    config = make_distill([wider], "name=wider")
+    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*wider.*: its vocabulary has 513 entries"):
+        rl.make_policy(build(config), None, None)

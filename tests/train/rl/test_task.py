@@ -327,7 +327,9 @@ def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path
     rl.run(config)
     failed = [record["failures"]["error"] for record in records(config) if record["kind"] == "train"]
     assert failed and all(count > 0 for count in failed)
-    assert "reward_error=" in (config.run_dir / "train.log").read_text()
+    log = (config.run_dir / "train.log").read_text()
+    assert "reward_error=" in log
+    assert log.count("rl.tasks[0].reward failed, which counts as a reward of 0: KeyError: ") == 1
 
 
 @pytest.mark.parametrize(
