@@ -199,7 +199,7 @@ def _split_files(files: list[File], share: float) -> tuple[Source, Source]:
     kept = [file for file in files if hash_share(file.name.encode()) >= share]
     for split, part in (("train", kept), ("validation", held_out)):
         if not part:
-            detail = f"{len(files)} files at validation_share {share} leave none; set data.validation_paths"
+            detail = f"{len(files)} files at validation_share {share} leave none; raise it or set data.validation_paths"
             raise DataError(str(files[0].path.parent), 0, f"no {split} files", detail)
     return TextFiles(kept), TextFiles(held_out)
 
