@@ -91,7 +91,7 @@ def test_a_run_comes_nearer_to_its_teacher_and_resumes(make_distill, teachers) -
     whole = make_distill(names, lr, "task.tokens=6000", "name=b")
     rl.run(whole)
     kl = [record["kl"] for record in steps(whole)]
-    assert kl[-1] < 0.6 * kl[0], kl
+    assert kl[-1] < 0.75 * kl[0], kl
     assert [record["kl"] for record in steps(stopped)] == kl, "stopped in between or not, the run is the same"
 
 
