@@ -36,7 +36,12 @@ TASKS = {
 @hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")
 def main(raw: DictConfig) -> None:
     """Run one task."""
-    run_task(raw)
+    try:
+        run_task(raw)
+    except SystemExit:
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to those that end after the first: code 143
+            signal.signal(number, signal.SIG_IGN)
+        raise
 
 
 def run_task(raw: DictConfig) -> None:
@@ -58,8 +63,6 @@ def run_task(raw: DictConfig) -> None:
 
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
     """End with a message. Of several processes rank 0 prints it: it hears of every other's, see ``train/watch.py``."""
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to those that end after the first: 143 for `code`
-        signal.signal(number, signal.SIG_IGN)
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
     if not told:

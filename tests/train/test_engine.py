@@ -17,11 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 
 from optim.place import share_out
 from tests.distributed.ranks import free_port
+from train import __main__ as program
 from train import watch
-from train.__main__ import fail
 from train.config import ConfigError
 from train.engine import Place, World, find_place, launch, pick_device
 from train.watch import Watch
@@ -102,13 +103,14 @@ def test_the_device_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
-def test_a_process_that_ends_keeps_its_exit_code(code: int) -> None:
+def test_a_process_that_ends_keeps_its_exit_code(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although srun sends a signal to the ranks that are still there when the first has ended."""
     signals = (signal.SIGUSR1, signal.SIGTERM)
     before = [signal.getsignal(number) for number in signals]
+    monkeypatch.setattr(program, "run_task", lambda raw: program.fail(code, RuntimeError("made up")))
     try:
         with pytest.raises(SystemExit) as end:
-            fail(code, RuntimeError("made up"))
+            program.main(DictConfig({}))
         for number in signals:
             os.kill(os.getpid(), number)
     finally:
