@@ -177,8 +177,14 @@ def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
 
     origin = load_origin(model, config.init_from)
     lora.add_adapter(model, config.lora, config.seed)
-    size = sum(parameter.numel() for parameter in lora.trained_parameters(model).values())
+    size = sum(map(whole_size, lora.trained_parameters(model).values()))
     return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
+
+
+def whole_size(parameter: torch.nn.Parameter) -> int:
+    """Elements of the parameter, of which this process may hold a part."""
+    shard = getattr(parameter, "shard", None)
+    return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
 
 
 def freeze(config: Config, model: torch.nn.Module) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import torch
 import yaml
 
 from data.companions import companion_files
 from model import save_pretrained
 from optim import format_table
 from train import checkpoint, storage
-from train.build import Run
+from train.build import Run, whole_size
 from train.checkpoint import State, write_text
 from train.config import Config, ConfigError, check_resumable, to_dict
 from train.engine import World, launch
@@ -122,12 +121,6 @@ def announce(run: Run, state: State, report: Reporter, folder: Path | None, chan
     report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
     for change in changes:
         report.log(f"changed since: {change}")
-
-
-def whole_size(parameter: torch.nn.Parameter) -> int:
-    """Elements of the parameter, of which this process may hold a part."""
-    shard = getattr(parameter, "shard", None)
-    return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
