@@ -375,7 +375,7 @@ def test_trainer_saves_the_released_layout_and_resumes(tiny, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_peft_wraps_trains_and_reloads(tiny, tmp_path) -> None:
+def test_peft_wraps_trains_and_reloads(no_rounding, tiny, tmp_path) -> None:  # noqa: F811
     from peft import LoraConfig, PeftModel, get_peft_model
 
     model = get_peft_model(tiny, LoraConfig(r=4, target_modules=["wq_a", "wq_b", "wkv", "wo_b"], task_type="CAUSAL_LM"))
@@ -408,7 +408,7 @@ def test_peft_wraps_trains_and_reloads(tiny, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_of_the_trainer_goes_onto_the_transformers_model(tiny, tmp_path) -> None:
+def test_an_adapter_of_the_trainer_goes_onto_the_transformers_model(no_rounding, tiny, tmp_path) -> None:  # noqa: F811
     """Every kind of target: linear layers, grouped and stacked weights, embedding and head."""
     from peft import PeftModel
 
