@@ -22,8 +22,8 @@ class DataConfig:
             conversation is never cut) or `digits` (scikit-learn's, with their names).
         paths: files, folders (hidden files inside them are left out) or glob patterns; for `hub` one id or folder;
             empty for `stdlib` and `digits`.
-        validation_paths: held-out files (what `paths` names too is trained on as well); when empty, a stable hash holds
-            out `validation_share`: whole files for `stdlib` and `text`, single records (by content, so that
+        validation_paths: held-out files, which are not trained on if `paths` names them too; when empty, a stable hash
+            holds out `validation_share`: whole files for `stdlib` and `text`, single records (by content, so that
             copies stay on one side) for the others.
         field: the column that holds the text (`image_text`: the list of parts; `chat`: the messages).
         hub_name, hub_revision, hub_split, hub_validation_split: passed to `datasets.load_dataset`.

@@ -126,6 +126,11 @@ def open_sources(cfg: DataConfig) -> tuple[Source, Source]:
     suffixes = SUFFIXES[cfg.source]
     files = find_files(cfg.paths, suffixes)
     held_out = find_files(cfg.validation_paths, suffixes) if cfg.validation_paths else None
+    if held_out:
+        kept_back = {file.path.resolve() for file in held_out}
+        files = [file for file in files if file.path.resolve() not in kept_back]
+        if not files:
+            raise DataError(cfg.paths[0], 0, "no training data", "data.validation_paths names every file of data.paths")
     if cfg.source == "text":
         return (TextFiles(files), TextFiles(held_out)) if held_out else _split_files(files, cfg.validation_share)
     from data.chat import ChatLines  # builds on this module

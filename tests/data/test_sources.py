@@ -73,6 +73,16 @@ def test_a_path_that_gives_no_file_is_named(tmp_path, name):
     assert caught.value.reason == "missing file"
 
 
+def test_held_out_files_are_not_trained_on(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    paths, named = [str(tmp_path)], [str(tmp_path / "b.txt")]
+    train, held_out = map(texts, open_sources(DataConfig(source="text", paths=paths, validation_paths=named)))
+    assert (train, held_out) == (["a"], ["b"])
+    with pytest.raises(DataError, match="names every file of data.paths"):
+        open_sources(DataConfig(source="text", paths=paths, validation_paths=paths))
+
+
 # Text files
 
 
