@@ -181,7 +181,8 @@ def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
     python = tmp_path / "python"  # whose runs wait in their third step
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" tests/at_step.py 3 wait "$@"\n')
     python.chmod(0o755)
-    code = "import sys; from tests.train.test_study import Path, one_run; sys.executable = sys.argv[1]; "
+    code = "import sys; from tests.train.test_study import Path, one_run, signal; sys.executable = sys.argv[1]; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # shells have what runs behind them ignore it
     code += "one_run(Path(sys.argv[2]), sys.argv[3:]).run()"
     command = [sys.executable, "-c", code, str(python), str(tmp_path), *extra]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -190,7 +191,7 @@ def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait() != 0
+    assert process.wait(900) != 0
     state = read_state(run)
     assert state["step"] == 3 and state["tokens"] < 1500
     result = one_run(tmp_path, extra).run()
