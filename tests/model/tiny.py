@@ -146,13 +146,17 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
 
 
 def switch_rounding_off(setter) -> None:
-    """Replace the fake quantisers with the identity by `setter(module, name, value)`."""
+    """Replace the fake quantisers with the identity, and the cache's formats with none, by `setter(module, name,
+    value)`.
+    """
     for module, name in (
         (model.attention, "fake_quant_fp8"),
         (model.attention, "fake_quant_fp4"),
         (model.indexer, "fake_quant_mxfp4"),
     ):
         setter(module, name, lambda x: x)
+    for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
+        setter(model.cache, name, None)  # a store without a format is plain
 
 
 @pytest.fixture
@@ -161,5 +165,3 @@ def no_rounding(monkeypatch) -> None:
     them, a value within noise of a rounding edge may fall on either side, which side differs from CPU to CPU.
     """
     switch_rounding_off(monkeypatch.setattr)
-    for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
-        monkeypatch.setattr(model.cache, name, None)  # a store without a format is plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def test_runs_of_other_settings_are_refused(done, tiny: list[str]) -> None:
 
 def test_a_failing_arm_is_named_and_the_others_are_kept(done, tiny: list[str], tmp_path: Path) -> None:
     output, _ = done
+    output = shutil.copytree(output, tmp_path / "output")
     arms = {"slow": SLOW, "broken": Arm([f"data.paths=[{tmp_path}/missing]"])}
     with pytest.raises(StudyError) as caught:
         Runner(small(arms, claims=[], seeds=[0]), output, tiny, 2).run()

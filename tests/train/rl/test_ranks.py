@@ -9,10 +9,24 @@ import pytest
 import torch
 from ranks import Group
 
+from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.rl.test_task import AHEAD, assert_same_run, records, weights
 from train.rl import task as rl
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# `python -m train` without rounding.
+PLAIN = """
+import sys
+from tests.model.tiny import switch_rounding_off
+from train import __main__ as program
+from train.config import open_overrides
+from train.engine import run_to_the_end
+
+switch_rounding_off(setattr)
+sys.argv[1:] = open_overrides(sys.argv[1:])
+run_to_the_end(program.main)
+"""
 
 # `python -m train`, but rank 1 stops itself in the middle of responses, as soon as it writes under a new policy.
 STOPPED = """
@@ -49,11 +63,13 @@ def two_processes(rl_overrides: list[str], tmp_path: Path) -> Callable[..., None
 
 
 @pytest.mark.parametrize("adapter", [[], ["lora=all", "optim=adamw", "lora.rank=4"]], ids=["whole", "adapter"])
-def test_two_processes_take_the_step_of_one(make_rl, two_processes, tmp_path: Path, adapter: list[str]) -> None:
+def test_two_processes_take_the_step_of_one(
+    make_rl, two_processes, tmp_path: Path, adapter: list[str], no_rounding  # noqa: F811
+) -> None:
     """The same responses, so the same measures; gradients and biases summed over both; and one log."""
     small = [*adapter, "task.tokens=300", "rl.loss.kl=0.1"]
     rl.run(make_rl("name=one", *small))
-    two_processes("name=two", *small)
+    two_processes("name=two", *small, command=("-c", PLAIN))
     one, two = make_rl("name=one", *small), make_rl("name=two", *small)
     for ours, theirs in zip(records(one), records(two), strict=True):
         assert ours.keys() == theirs.keys()
