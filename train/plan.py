@@ -66,6 +66,11 @@ class Plan:
     optimizer_flops: dict[str, float]  # by method
 
     @property
+    def held(self) -> int:
+        """Bytes of weights, gradients and optimizer state of the fullest rank, whatever it works on."""
+        return sum(map(sum, (part.values() for part in (self.weights, self.gradients, self.state))))
+
+    @property
     def terms(self) -> dict[str, float]:
         """Memory of the fullest rank by term, at the moment that needs most."""
         fixed = {f"weights: {k}": v for k, v in self.weights.items()}
@@ -343,10 +348,9 @@ def remedy(p: Plan) -> str:
     """What to change of a layout that does not fit."""
     fits = {choice: longest_rows(p, choice) for choice in (False, True)}
     if not fits[True]:
-        held = sum(map(sum, (p.weights.values(), p.gradients.values(), p.state.values()))) / GIB
         return (
-            f"No length of rows fits: weights, gradients and optimizer state take {held:.2f} GiB. Split more: more "
-            "parallel.expert_parallel and table_shards, shard_embeddings=true"
+            f"No length of rows fits: weights, gradients and optimizer state take {p.held / GIB:.2f} GiB. Split more: "
+            "more parallel.expert_parallel and table_shards, shard_embeddings=true"
         )
     found = [
         f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
@@ -361,12 +365,11 @@ def remedy(p: Plan) -> str:
 def longest_rows(p: Plan, recompute: bool) -> int:
     """The longest rows that fit, by halving those of the plan; 0: none do."""
     config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
-    fixed = sum(map(sum, (p.weights.values(), p.gradients.values(), p.state.values())))
     length = config.task.seq_len
     while length >= 2:
         config = replace(config, task=replace(config.task, seq_len=length))
         working = max(sum(working_bytes(config, p.model).values()), p.optimizer_working)
-        if (fixed + working) / GIB <= config.parallel.gpu_memory_gib:
+        if (p.held + working) / GIB <= config.parallel.gpu_memory_gib:
             return length
         length //= 2
     return 0
