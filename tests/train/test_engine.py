@@ -247,3 +247,26 @@ def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
     second.close(), first.close()
     time.sleep(0.1)
     assert first.lost is None and second.lost is None
+
+
+PROGRAM = """
+import atexit, os, sys
+from train.engine import run_to_the_end
+
+class Kept:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart")
+
+kept = Kept()
+atexit.register(print, "exit functions")
+run_to_the_end(lambda: sys.exit(75))
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_of_several_processes_ends_without_taking_the_interpreter_apart(size: int) -> None:
+    """While that goes on, a thread that comes back to Python aborts the process."""
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(size)}
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 75 and "exit functions" in ended.stdout, ended.stderr
+    assert ("taken apart" in ended.stdout) == (size == 1)
