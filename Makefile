@@ -49,7 +49,7 @@ rl-demo: install
 studies: $(STUDIES:%=study-%)
 
 $(STUDIES:%=study-%): study-%: install
-	@$(PY) -m train.study $* $(ARGS)
+	@$(PY) -m train.studies $* $(ARGS)
 
 test: install
 	@$(PY) -m pytest -m "not slow" $(ARGS)

@@ -1,11 +1,11 @@
 """The V4.1 model: configuration, backbone, checkpoints. Start reading in `backbone.py`."""
 
 from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
-from model.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
+from model.checkpoint.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
+from model.checkpoint.merge import merge_checkpoints, open_folder
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
 from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
-from model.merge import merge_checkpoints, open_folder
 
 __all__ = [
     "DeepseekV41",

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from model.config import Runtime, TextConfig
 from model.indexer import Indexer, Lesson, select, select_from_candidates
+from model.layout import Entries, Pack
 from model.norm import RMSNorm
-from model.pack import Entries, Pack
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
 from model.sparse import dense_attention, full_mass, gathered_attention, sparse_attention
 
 if TYPE_CHECKING:
-    from model.cache import LayerCache
+    from model.cache.cache import LayerCache
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, Shared
-from model.cache import LayerCache, Step
+from model.cache.cache import LayerCache, Step
 from model.config import ModelConfig, Runtime, TextConfig
 from model.engram import Engram, check_token_map, engram_rows
 from model.hyper import HyperConnection, collapse, expand
 from model.indexer import Lesson, indexer_loss
 from model.init import init_weights
+from model.layout import Pack, bound_windows, build_pack, prompt_lengths
 from model.loss import Objective, cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
 from model.norm import RMSNorm
-from model.pack import Pack, bound_windows, build_pack, prompt_lengths
-from model.parallel import ONE_PROCESS, Parallel, mark_shards
-from model.table import Head, Lookup, Table
+from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
+from model.parallel.tables import Head, Lookup, Table
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 

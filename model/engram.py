@@ -16,9 +16,9 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 
 from model.config import TextConfig
-from model.pack import Pack
-from model.parallel import Ranks
-from model.table import Lookup, Table
+from model.layout import Pack
+from model.parallel.ranks import Ranks
+from model.parallel.tables import Lookup, Table
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from model.backbone import DeepseekV41
-from model.cache import Cache, Step
-from model.pack import build_pack
+from model.cache.cache import Cache, Step
+from model.layout import build_pack
 
 
 @dataclass(frozen=True)

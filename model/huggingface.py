@@ -30,11 +30,11 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils import ModelOutput
 
 from model.backbone import DeepseekV41, build_model
-from model.cache import Cache, Step
-from model.checkpoint import COMPANIONS, SCALES, SHARD_BYTES, load_pretrained, own_state, save_pretrained
+from model.cache.cache import Cache, Step
+from model.checkpoint.checkpoint import COMPANIONS, SCALES, SHARD_BYTES, load_pretrained, own_state, save_pretrained
+from model.checkpoint.released import INDEX, is_quantised
 from model.config import MODEL_TYPE, ModelConfig, Runtime
 from model.engram import build_token_map
-from model.released import INDEX, is_quantised
 
 PREFILL_TOKENS = 4096  # prompt tokens of one pass
 _OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}

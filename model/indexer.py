@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.layout import Entries, Pack
 from model.norm import RMSNorm
-from model.pack import Entries, Pack
 from model.precision import without_autocast
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate

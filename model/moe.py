@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import TextConfig
-from model.pack import Pack
-from model.parallel import Ranks, exchange, exchange_counts, expert_shard
+from model.layout import Pack
+from model.parallel.ranks import Ranks, exchange, exchange_counts, expert_shard
 
 
 class Routing(NamedTuple):

@@ -9,7 +9,7 @@ from .clip import clip_, global_norm
 from .groups import Group, Row, Rule, assign, format_table
 from .muon import MuonSettings
 from .optimizer import Optimizer, Settings
-from .place import Place
+from .ownership import Place
 from .schedule import Schedule
 from .sinkhorn import SinkhornSettings
 

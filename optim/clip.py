@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .place import Ranks
+from .ownership import Ranks
 
 WHOLE: Mapping[Tensor, Ranks] = {}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .adamw import AdamWSettings, adamw_step
 from .groups import MAIN, Group, Row, blocks_text
 from .muon import MuonSettings, muon_step
-from .place import Place, Ranks, share_out
+from .ownership import Place, Ranks, share_out
 from .sinkhorn import SinkhornSettings, sinkhorn_step, whole
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}

@@ -9,18 +9,18 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
-
 import hydra
 from omegaconf import DictConfig
 
-from train import config, convert, merge, plan, pretrain
-from train.engine import LAUNCHERS, run_to_the_end
+from train.config import schema
+from train.distributed.engine import LAUNCHERS, run_to_the_end
+from train.distributed.failure_detector import LOST, RankLost
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
-from train.rl import task as rl
-from train.watch import LOST, RankLost
+from train.tasks import convert, merge, plan, pretrain, rl
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
 
 TASKS = {
     "pretrain": pretrain.run,
@@ -33,7 +33,7 @@ TASKS = {
 }
 
 
-@hydra.main(version_base="1.3", config_path=str(config.CONF_DIR), config_name="train")
+@hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="train")
 def main(raw: DictConfig) -> None:
     """Run one task."""
     try:
@@ -47,7 +47,7 @@ def main(raw: DictConfig) -> None:
 def run_task(raw: DictConfig) -> None:
     """Check the configuration and run its task; problems a user can mend end in a message, not in a traceback."""
     try:
-        checked = config.parse(raw)
+        checked = schema.parse(raw)
         TASKS[checked.task.kind](checked)
     except (NonFiniteError, FloatingPointError) as error:  # in a step; in generation
         fail(3, error)
@@ -62,7 +62,9 @@ def run_task(raw: DictConfig) -> None:
 
 
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
-    """End with a message. Of several processes rank 0 prints it: it hears of every other's, see ``train/watch.py``."""
+    """End with a message. Of several processes rank 0 prints it: it hears of
+    every other's, see ``train/distributed/failure_detector.py``.
+    """
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
     if not told:
@@ -74,5 +76,5 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
-    sys.argv[1:] = config.open_overrides(given)
+    sys.argv[1:] = schema.open_overrides(given)
     run_to_the_end(main)

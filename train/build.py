@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 
 from data import build_loaders, load_tokenizer, special_ids
 from model import ModelConfig, build_model
-from model.checkpoint import check_packable
+from model.checkpoint.checkpoint import check_packable
 from model.engram import build_token_map
-from model.parallel import Ranks
+from model.parallel.ranks import Ranks
 from optim import Optimizer, Place, assign
-from train.config import Config, ConfigError, problem
-from train.engine import Engine, World, pick_device
-from train.initial import load_origin
-from train.recipe import adamw_rules, adapter_rules, report_rules
+from train.checkpoint.init_from import load_origin
+from train.config.schema import Config, ConfigError, problem
+from train.distributed.engine import Engine, World, pick_device
+from train.param_groups import adamw_rules, adapter_rules, report_rules
 
 
 @dataclass
@@ -61,9 +61,9 @@ class Run:
         """What a checkpoint of the run holds: the model, or of one with an adapter the part that changes."""
         if not self.config.lora.on:
             return self.model
-        from train import lora
+        from train.lora import inject
 
-        return lora.Trained(self.model)
+        return inject.Trained(self.model)
 
 
 def build(config: Config, world: World | None = None) -> Run:
@@ -173,11 +173,11 @@ def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
 
 def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
     """Load the weights that an adapter belongs to, and put it in. What was done, for the log."""
-    from train import lora  # takes seconds to import
+    from train.lora import inject  # takes seconds to import
 
     origin = load_origin(model, config.init_from)
-    lora.add_adapter(model, config.lora, config.seed)
-    size = sum(map(whole_size, lora.trained_parameters(model).values()))
+    inject.add_adapter(model, config.lora, config.seed)
+    size = sum(map(whole_size, inject.trained_parameters(model).values()))
     return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
 
 
@@ -198,8 +198,8 @@ def freeze(config: Config, model: torch.nn.Module) -> None:
 def build_optimizer(
     config: Config, model_config: ModelConfig, model: torch.nn.Module, world: World | None = None
 ) -> Optimizer:
-    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/recipe.py``). ``world``: the
-    processes that share its work; None: there is one.
+    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/param_groups.py``). ``world``:
+    the processes that share its work; None: there is one.
     """
     optim = config.optim
     if config.lora.on:

@@ -18,13 +18,13 @@ import torch
 from model import Losses, Totals, indexer_recall
 from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
-from train import checkpoint
-from train.answers import ExactMatch
 from train.build import Run
-from train.checkpoint import Background, State
-from train.config import TaskConfig
-from train.engine import World
-from train.metrics import Reporter, memory_gib
+from train.checkpoint import run_state
+from train.checkpoint.run_state import Background, State
+from train.config.schema import TaskConfig
+from train.distributed.engine import World
+from train.evaluation.exact_match import ExactMatch
+from train.logging.log import Reporter, memory_gib
 
 Batch = dict[str, torch.Tensor]
 MODALITIES = ("text", "image")
@@ -292,7 +292,7 @@ def _evaluation_due(task: TaskConfig, state: State) -> bool:
 
 def save(run: Run, state: State, background: Background | None = None) -> Path:
     """Write the run state, all ranks together; with ``background`` while training goes on."""
-    return checkpoint.save(
+    return run_state.save(
         run.config.run_dir / "checkpoints",
         state,
         model=run.kept,
@@ -306,7 +306,7 @@ def save(run: Run, state: State, background: Background | None = None) -> Path:
 
 def resume(run: Run, folder: Path) -> State:
     """Continue from a checkpoint of this run."""
-    return checkpoint.load(
+    return run_state.load(
         folder,
         model=run.kept,
         optimizer=run.optimizer,

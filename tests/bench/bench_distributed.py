@@ -23,8 +23,8 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 from train.build import build
-from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import find_place, launch, run_to_the_end
+from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.distributed.engine import find_place, launch, run_to_the_end
 from train.loop import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

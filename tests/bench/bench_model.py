@@ -23,9 +23,9 @@ import yaml
 
 from model import ModelConfig, Runtime, build_model
 from model.attention import Attention, Shared
-from model.pack import build_pack
+from model.layout import build_pack
 from optim import Optimizer, Settings, assign
-from train.recipe import adamw_rules
+from train.param_groups import adamw_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [1024, 2048, 4096, 8192, 16384]

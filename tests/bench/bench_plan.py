@@ -20,13 +20,13 @@ from hydra import compose, initialize_config_dir
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.parallel import Parallel, Ranks
+from model.parallel.ranks import Parallel, Ranks
 from tests.distributed.ranks import Group
 from train.build import Run, build
-from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import World, launch, run_to_the_end
+from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.distributed.engine import World, launch, run_to_the_end
 from train.loop import to_device, train_step
-from train.plan import plan
+from train.tasks.plan import plan
 
 RANKS = 2
 GRADIENTS = ("all-reduce of gradients", "updated weights")  # what the engine and the optimizer send

@@ -14,7 +14,7 @@ from bench_optim import optimizer_share
 from hydra import compose, initialize_config_dir
 
 from train.build import Run, build
-from train.config import CONF_DIR, open_overrides, parse
+from train.config.schema import CONF_DIR, open_overrides, parse
 from train.loop import to_device, train_step
 
 

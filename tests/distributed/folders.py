@@ -22,14 +22,14 @@ import steps  # noqa: E402
 from tiny import tiny_config  # noqa: E402
 
 from model import build_model, load_weights, save_pretrained  # noqa: E402
-from model.checkpoint import allocate_scales, parts, scale_parts  # noqa: E402
-from model.parallel import Parallel, Ranks  # noqa: E402
-from model.released import file_headers, packing_of  # noqa: E402
+from model.checkpoint.checkpoint import allocate_scales, parts, scale_parts  # noqa: E402
+from model.checkpoint.released import file_headers, packing_of  # noqa: E402
+from model.parallel.ranks import Parallel, Ranks  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
-from train import checkpoint, storage  # noqa: E402
 from train.build import Run, build, place_of  # noqa: E402
-from train.checkpoint import Background, State  # noqa: E402
-from train.engine import World, find_place, launch, run_to_the_end  # noqa: E402
+from train.checkpoint import run_state, storage  # noqa: E402
+from train.checkpoint.run_state import Background, State  # noqa: E402
+from train.distributed.engine import World, find_place, launch, run_to_the_end  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [
@@ -127,13 +127,13 @@ class Place:
 
     def save(self, folder: Path, background: Background | None = None) -> Path:
         torch.manual_seed(100 * self.salt + storage.rank())
-        return checkpoint.save(
+        return run_state.save(
             folder, State(step=self.salt), model=self.model, optimizer=self.optimizer, data={"row": self.salt},
             model_config=self.config.to_dict(), keep=9, background=background,
         )  # fmt: skip
 
     def load(self, folder: Path, step: int) -> State:
-        return checkpoint.load(
+        return run_state.load(
             folder / f"step-{step:08d}", model=self.model, optimizer=self.optimizer,
             set_data=lambda data: check_equal(data, {"row": step}), model_config=self.config.to_dict(),
         )  # fmt: skip
@@ -195,7 +195,7 @@ def refuse(folder: Path, layout: str, step: int) -> None:
     place = Place(layout, 77, hidden_size=48)
     try:
         place.load(folder, step)
-    except checkpoint.CheckpointError as error:
+    except run_state.CheckpointError as error:
         assert "model.text_config.hidden_size is 32 there and 48 here" in str(error)
         place.check(77)
         return
@@ -226,20 +226,20 @@ def fail(folder: Path, layout: str, step: int) -> None:
 
 
 def save_pretrained_to(place: Place, folder: Path) -> None:
-    import model.released
+    import model.checkpoint.released
 
-    fill = model.released._fill
+    fill = model.checkpoint.released._fill
 
     def full(path: Path, layout: object) -> int:
         if storage.rank() == 1:
             raise OSError(28, "No space left on device")
         return fill(path, layout)
 
-    model.released._fill = full
+    model.checkpoint.released._fill = full
     try:
         save_pretrained(place.model, folder / "never", ranks=storage.ranks())
     finally:
-        model.released._fill = fill
+        model.checkpoint.released._fill = fill
 
 
 def die(folder: Path, layout: str, step: int, how: str = "") -> None:
@@ -262,7 +262,7 @@ def train(folder: Path, layout: str, first: int, last: int, source: str, target:
     for step in range(first, last):
         train_step(run, steps.share(steps.rows_of_step(step), run), step, 0)
         if step % 2:
-            checkpoint.save(
+            run_state.save(
                 folder / target, State(step=step + 1, tokens=state.tokens), model=run.model, optimizer=run.optimizer,
                 data={}, model_config=run.model_config.to_dict(), keep=9,
             )  # fmt: skip
@@ -276,7 +276,7 @@ def made(layout: str, folder: Path) -> Run:
 
 
 def resume(run: Run, folder: Path, step: int) -> State:
-    return checkpoint.load(
+    return run_state.load(
         folder / f"step-{step:08d}", model=run.model, optimizer=run.optimizer, set_data=lambda data: None,
         model_config=run.model_config.to_dict(),
     )  # fmt: skip

@@ -13,12 +13,12 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from model import Losses, Totals
-from model.parallel import Parallel
+from model.parallel.ranks import Parallel
 from train.build import Run, build
-from train.config import CONF_DIR, Config, open_overrides, parse
-from train.engine import World, _groups, find_place, launch, run_to_the_end
+from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.distributed.engine import World, _groups, find_place, launch, run_to_the_end
 from train.loop import NonFiniteError, train_step
-from train.lora import save_adapter
+from train.lora.inject import save_adapter
 
 STEPS, ROWS, LENGTH = 10, 16, 32
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",

@@ -24,9 +24,9 @@ import model.indexer as indexer_module
 from model import ModelConfig, Output, Runtime, TextConfig, load_pretrained
 from model.attention import Shared
 from model.backbone import State, Trace
-from model.checkpoint import released_names
+from model.checkpoint.checkpoint import released_names
 from model.engram import engram_rows
-from model.pack import Pack, build_pack
+from model.layout import Pack, build_pack
 from model.quantize import fake_quant_fp8
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import torch
 from tiny import ENGRAM, raw_config, tiny_config, tokens
 
 from model import ModelConfig, Runtime, VisionConfig, build_model
-from model.checkpoint import released_names
+from model.checkpoint.checkpoint import released_names
 
 
 @pytest.fixture(scope="module")

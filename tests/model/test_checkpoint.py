@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
 from tokenizers import Tokenizer
 
-import model.released
+import model.checkpoint.released
 from model import DeepseekV41, load_pretrained, load_weights, save_pretrained
-from model.released import INDEX, SINGLE
+from model.checkpoint.released import INDEX, SINGLE
 
 
 def same(a: DeepseekV41, b: DeepseekV41) -> bool:
@@ -155,8 +155,8 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypa
         written.append(path)
         return fill(path, layout)
 
-    fill = model.released._fill
-    monkeypatch.setattr(model.released, "_fill", full_disk)
+    fill = model.checkpoint.released._fill
+    monkeypatch.setattr(model.checkpoint.released, "_fill", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tiny_model(seed=2), tmp_path / "m", shard_bytes=20_000)
     with pytest.raises(OSError, match="no space"):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import ModelConfig, Runtime, VisionConfig, build_model, count
-from model.pack import build_pack
+from model.layout import build_pack
 from tests.model.tiny import tiny_config, tiny_model, tokens
 
 

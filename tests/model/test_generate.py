@@ -99,9 +99,7 @@ def test_images_in_prompts(rounding: bool) -> None:
 def test_newcomers_and_leavers_change_nothing() -> None:
     """Sequences come and go (rows and pages are reused); each is what it is alone."""
     built = tiny_model(engram=True)
-    requests = [
-        Request(p, 3 + 4 * (i % 3), temperature=0.9, seed=i) for i, p in enumerate(prompts(3, 70, 9, 41, 2))
-    ]
+    requests = [Request(p, 3 + 4 * (i % 3), temperature=0.9, seed=i) for i, p in enumerate(prompts(3, 70, 9, 41, 2))]
     together = generate(built, requests, max_running=3, record_routing=True)
     generator = Generator(built, max_running=3)
     for request, sample in zip(requests, together, strict=True):

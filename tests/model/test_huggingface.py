@@ -412,16 +412,16 @@ def test_an_adapter_of_the_trainer_goes_onto_the_transformers_model(no_rounding,
     """Every kind of target: linear layers, grouped and stacked weights, embedding and head."""
     from peft import PeftModel
 
-    from train import lora
-    from train.config import LORA_TARGETS, LoraConfig
+    from train.config.schema import LORA_TARGETS, LoraConfig
+    from train.lora import inject
 
     core, ids = tiny_model(vision=True).eval(), tokens(2, 20)
     targets = [target for target in LORA_TARGETS if target != "engram"]
-    lora.add_adapter(core, LoraConfig(targets=targets, rank=4, alpha=8.0, dropout=0.0), seed=0)
+    inject.add_adapter(core, LoraConfig(targets=targets, rank=4, alpha=8.0, dropout=0.0), seed=0)
     with torch.no_grad():
-        for parameter in lora.trained_parameters(core).values():
+        for parameter in inject.trained_parameters(core).values():
             parameter.add_(0.05 * torch.randn(parameter.shape))
-    lora.save_adapter(core, tmp_path / "adapter", "base", biases=False)
+    inject.save_adapter(core, tmp_path / "adapter", "base", biases=False)
     before = tiny(input_ids=ids).logits
     after = PeftModel.from_pretrained(tiny, tmp_path / "adapter")(input_ids=ids).logits
     assert (after - core(input_ids=ids).logits).abs().max() < 1e-5

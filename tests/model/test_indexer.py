@@ -13,7 +13,7 @@ from torch import Tensor
 import model.attention
 from model import Runtime, indexer_recall
 from model.indexer import IndexQuery, Lesson, indexer_loss, select, select_from_candidates
-from model.pack import build_pack
+from model.layout import build_pack
 from model.sparse import CHUNK_ELEMENTS
 
 HEADS, DIM, BLOCK = 8, 6, 4

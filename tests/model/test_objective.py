@@ -9,8 +9,8 @@ from torch import Tensor
 
 import model.loss
 from model import DeepseekV41, Runtime, reverse_kl, token_log_probs
-from model.parallel import ONE_PROCESS
-from model.table import Head
+from model.parallel.ranks import ONE_PROCESS
+from model.parallel.tables import Head
 
 SEQ_LENS = torch.tensor([[7, 11], [9, 4]])  # the second row ends in padding
 

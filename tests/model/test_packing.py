@@ -7,7 +7,7 @@ import torch
 from tiny import assert_same, gradients, no_rounding, tiny_config, tiny_model, tokens  # noqa: F401
 
 from model import Runtime
-from model.pack import build_pack
+from model.layout import build_pack
 
 pytestmark = pytest.mark.usefixtures("no_rounding")
 LENGTHS = [[13, 1, 22], [2, 30, 3]]  # odd, one token, shorter than the window; the second row ends in padding

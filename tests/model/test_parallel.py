@@ -15,8 +15,8 @@ import model.init
 import model.moe
 from model import DeepseekV41, Runtime, Totals, build_model, count, load_pretrained
 from model.moe import MoE
-from model.parallel import Parallel, Ranks
-from model.table import Head, Lookup, Table
+from model.parallel.ranks import Parallel, Ranks
+from model.parallel.tables import Head, Lookup, Table
 from tests import processes
 from tests.model.golden_files import INPUTS
 from tests.model.tiny import (  # noqa: F401

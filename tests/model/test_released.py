@@ -15,11 +15,11 @@ from golden_files import golden
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
-import model.released
+import model.checkpoint.released
 from model import convert_checkpoint, load_pretrained, load_weights, save_pretrained
-from model.checkpoint import SCALES
+from model.checkpoint.checkpoint import SCALES
+from model.checkpoint.released import INDEX, QUANTIZATION, SINGLE, is_quantised, packing_of
 from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, pack, unpack
-from model.released import INDEX, QUANTIZATION, SINGLE, is_quantised, packing_of
 
 E8M0 = torch.float8_e8m0fnu
 KINDS = {"tiles": FP8_TILES, "rows": FP8_ROWS, "fp4": FP4_ROWS}
@@ -335,15 +335,15 @@ def test_blocks_do_not_show_and_no_tensor_is_held_whole(tmp_path, released, monk
     """Files are the same whether tensors go whole or 32 rows at a time; only scales are ever read in one piece."""
     folder, _ = released
     convert_checkpoint(folder, tmp_path / "whole", "bf16")
-    read, pieces = model.released.Shards.read, []
+    read, pieces = model.checkpoint.released.Shards.read, []
 
     def watched(self, name, rows=None):
         if not name.endswith(".scale"):
             pieces.append(rows.stop - rows.start)
         return read(self, name, rows)
 
-    monkeypatch.setattr(model.released.Shards, "read", watched)
-    monkeypatch.setattr(model.released, "BLOCK", 1)
+    monkeypatch.setattr(model.checkpoint.released.Shards, "read", watched)
+    monkeypatch.setattr(model.checkpoint.released, "BLOCK", 1)
     convert_checkpoint(folder, tmp_path / "blocks", "bf16")
     assert max(pieces) == 32 and min(pieces) < 32
     assert (tmp_path / "whole" / SINGLE).read_bytes() == (tmp_path / "blocks" / SINGLE).read_bytes()

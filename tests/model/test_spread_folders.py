@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_model
 
-import model.checkpoint
-import model.released
+import model.checkpoint.checkpoint
+import model.checkpoint.released
 from model import build_model, load_weights, save_pretrained
-from model.checkpoint import parts
-from model.parallel import Parallel, Ranks
+from model.checkpoint.checkpoint import parts
+from model.parallel.ranks import Parallel, Ranks
 from tests import processes
 
 PART = Parallel(experts=Ranks(None, 1, 2), tables=Ranks(None, 2, 4), shard_embeddings=True)
@@ -40,13 +40,13 @@ def folder(tmp_path_factory) -> Path:
 def test_a_part_is_loaded_from_its_own_rows(folder: Path, kind: str, monkeypatch) -> None:
     whole, part, read = tiny_model(engram=True, seed=1), part_of_a_model(), []
     load_weights(whole, folder / kind)
-    original = model.released.Shards.read
+    original = model.checkpoint.released.Shards.read
 
     def watched(self, name, rows=None):
         read.append((name, rows))
         return original(self, name, rows)
 
-    monkeypatch.setattr(model.released.Shards, "read", watched)
+    monkeypatch.setattr(model.checkpoint.released.Shards, "read", watched)
     load_weights(part, folder / kind)
     state = whole.state_dict()
     for name, tensor in part.state_dict(keep_vars=True).items():
@@ -92,14 +92,14 @@ def growth(rank: int, folder: Path) -> dict[str, float]:
     built = tiny_model(engram=True, engram_num_embeddings=[2**20 + 7, 1000], engram_head_dim=64)
     assert sum(parameter.numel() * 4 for parameter in built.parameters()) / 2**20 > 256
     peak, grown = [0.0], {}
-    original = model.released.row_blocks
+    original = model.checkpoint.released.row_blocks
 
     def watched(*args):
         for rows in original(*args):
             yield rows
             peak[0] = max(peak[0], anonymous_mib())
 
-    model.released.row_blocks = model.checkpoint.row_blocks = watched
+    model.checkpoint.released.row_blocks = model.checkpoint.checkpoint.row_blocks = watched
     save_pretrained(built, folder / "warm", format="released")
     for format in ("released", "plain"):
         peak[0] = before = anonymous_mib()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import model.attention
-import model.cache
+import model.cache.cache
 import model.indexer
 from model import DeepseekV41, ModelConfig, Runtime, build_model
-from model.pack import Pack, build_pack
+from model.layout import Pack, build_pack
 from model.vision import END, IMAGE, NEWLINE, START
 
 # Layers: window, Full (ratio 2), Reuse, Full (ratio 1, candidate source), Reuse, Reindex.
@@ -156,7 +156,7 @@ def switch_rounding_off(setter) -> None:
     ):
         setter(module, name, lambda x: x)
     for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
-        setter(model.cache, name, None)  # a store without a format is plain
+        setter(model.cache.cache, name, None)  # a store without a format is plain
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from torch import nn
 
 from model import ModelConfig, build_model
 from optim import assign
-from train import recipe
+from train import param_groups
 
-report_rules = partial(recipe.report_rules, engram_lr_factor=5.0)
-adamw_rules = partial(recipe.adamw_rules, engram_lr_factor=5.0)
+report_rules = partial(param_groups.report_rules, engram_lr_factor=5.0)
+adamw_rules = partial(param_groups.adamw_rules, engram_lr_factor=5.0)
 D, V, H, HEAD, Q_LORA, O_GROUPS, O_LORA, FF, E, N, INDEX_HEADS, INDEX_DIM = 32, 50, 4, 16, 24, 2, 8, 12, 6, 2, 3, 16
 VISION = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 20, "patch_size": 2}
 

@@ -110,7 +110,7 @@ def test_a_trace_does_not_show_the_key(cluster, tmp_path: Path) -> None:
 
 
 def test_arguments_reach_every_rank_unchanged(cluster) -> None:
-    cluster.python("printf '<%s>' \"$rank of $SLURM_NTASKS\" \"$@\"; echo\n")
+    cluster.python('printf \'<%s>\' "$rank of $SLURM_NTASKS" "$@"; echo\n')
     result = cluster.submit("task=pretrain", "task.sample_prompt=two  words $HOME *", "data.paths=[a,b]")
     assert result.code == 0 and result.state["JobState"] == "COMPLETED"
     for rank in (0, 1):
@@ -140,7 +140,7 @@ def test_a_signal_during_the_health_check_requeues(cluster) -> None:
     cluster.python(FIRST_START)
     python = cluster.directory / "venv" / "bin" / "python"
     slow = 'if ((${SLURM_RESTART_COUNT:-0} == 0)); then echo "$SLURM_PROCID checks" >>"$STUB_DIR/slurm-4242.log"; '
-    slow += 'until [[ -e $STUB_DIR/warn ]]; do sleep 0.1; done; fi\n'
+    slow += "until [[ -e $STUB_DIR/warn ]]; do sleep 0.1; done; fi\n"
     head = "#!/usr/bin/env bash\n"
     python.write_text(python.read_text().replace(head, head + slow))
     result = cluster.submit(events=(when(["0 checks", "1 checks"], "warn"),))

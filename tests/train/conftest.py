@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from train.config import CONF_DIR, Config, open_overrides, parse
+from train.config.schema import CONF_DIR, Config, open_overrides, parse
 
 ROWS_PER_STEP, SEQ_LEN = 4, 64
 

@@ -11,9 +11,9 @@ import torch
 from data.chat import prompt_ids
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
-from train.answers import ExactMatch, most_frequent
 from train.build import build
-from train.sample import sample
+from train.evaluation.exact_match import ExactMatch, most_frequent
+from train.tasks.sample import sample
 
 from .test_sft import base, chats, make_sft  # noqa: F401  (fixtures)
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
-from train import checkpoint, storage
-from train.checkpoint import Background, State
-from train.storage import CheckpointError
+from train.checkpoint import run_state, storage
+from train.checkpoint.run_state import Background, State
+from train.checkpoint.storage import CheckpointError
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}
 
@@ -50,7 +50,7 @@ def assert_same_state(first: dict, second: dict) -> None:
 
 
 def save(directory: Path, step: int = 1, keep: int = 3, **changes) -> Path:
-    return checkpoint.save(
+    return run_state.save(
         directory,
         State(step=step, tokens=7),
         **{"data": {"row": step}, "model_config": CONFIG, "keep": keep, **objects(), **changes},
@@ -58,7 +58,7 @@ def save(directory: Path, step: int = 1, keep: int = 3, **changes) -> Path:
 
 
 def load(folder: Path, parts: dict | None = None, model_config: dict = CONFIG, seen: list | None = None) -> State:
-    return checkpoint.load(
+    return run_state.load(
         folder, set_data=(seen if seen is not None else []).append, model_config=model_config, **(parts or objects())
     )
 
@@ -85,11 +85,11 @@ def test_state_from_before_the_first_step_replaces_a_later_one(tmp_path: Path) -
 
 
 def test_newest_and_pruning(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path) is None
+    assert run_state.latest(tmp_path) is None
     for step in (1, 2, 10, 100000000, 300000000):
         save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100000000", "step-300000000"]
-    assert checkpoint.latest(tmp_path).name == "step-300000000"
+    assert run_state.latest(tmp_path).name == "step-300000000"
 
 
 @pytest.mark.parametrize("part", ["write_files", "os.rename", "fsync"])
@@ -99,7 +99,7 @@ def test_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(f"train.storage.{part}", fail)
+    monkeypatch.setattr(f"train.checkpoint.storage.{part}", fail)
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -121,15 +121,16 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, room: int) -> Non
 def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
     save(tmp_path, 1)
     script = (
-        "import os, sys; from pathlib import Path; import train.storage as s; sys.path.insert(0, 'tests/train');"
+        "import os, sys; from pathlib import Path; import train.checkpoint.storage as s;"
+        " sys.path.insert(0, 'tests/train');"
         "import test_checkpoint as t; s.fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
     )
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=root, env=environment).returncode == 9
     assert (tmp_path / ".tmp-step-00000002" / "state.json").exists(), "died with everything written but the name"
-    assert checkpoint.latest(tmp_path).name == "step-00000001"
-    assert load(checkpoint.latest(tmp_path)).step == 1
+    assert run_state.latest(tmp_path).name == "step-00000001"
+    assert load(run_state.latest(tmp_path)).step == 1
     save(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 

@@ -14,7 +14,16 @@ from omegaconf import OmegaConf
 from model import ModelConfig
 from train import loop
 from train.__main__ import run_task
-from train.config import CONF_DIR, ConfigError, check_resumable, differences, flatten, open_overrides, parse, to_dict
+from train.config.schema import (
+    CONF_DIR,
+    ConfigError,
+    check_resumable,
+    differences,
+    flatten,
+    open_overrides,
+    parse,
+    to_dict,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from optim.place import share_out
+from optim.ownership import share_out
 from tests.distributed.ranks import free_port
 from train import __main__ as program
-from train import watch
-from train.config import ConfigError
-from train.engine import Place, World, find_place, launch, pick_device
-from train.watch import Watch
+from train.config.schema import ConfigError
+from train.distributed import failure_detector
+from train.distributed.engine import Place, World, find_place, launch, pick_device
+from train.distributed.failure_detector import Watch
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -54,8 +54,8 @@ def test_a_lone_process_cannot_be_several(make_config) -> None:
 def test_a_lone_process_needs_no_group_and_no_deepspeed() -> None:
     code = """
 import sys, torch
-from train.config import ParallelConfig
-from train.engine import Engine, launch
+from train.config.schema import ParallelConfig
+from train.distributed.engine import Engine, launch
 world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
 model = torch.nn.Linear(2, 2)
 engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
@@ -63,11 +63,13 @@ engine.backward(model(torch.ones(1, 2)).sum()), engine.reduce(), engine.step()
 assert world.size == 1 and not torch.distributed.is_initialized() and "deepspeed" not in sys.modules
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=watch.__file__.rsplit("/train/")[0])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, cwd=failure_detector.__file__.rsplit("/train/")[0]
+    )
 
 
 def test_the_pinned_deepspeed_is_installed() -> None:
-    """`train.engine` sets two attributes that DeepSpeed does not promise to keep: has_moe_layers, without which an
+    """The engine sets two attributes that DeepSpeed does not promise to keep: has_moe_layers, without which an
     engine fails on a split parameter, and enable_backward_allreduce; tests/distributed runs them.
     """
     assert version("deepspeed") == "0.19.8"
@@ -131,16 +133,16 @@ def arrive(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(watch, "REMINDER", 1.0)
+    monkeypatch.setattr(failure_detector, "REMINDER", 1.0)
 
     def come(rank: int, size: int) -> object:
         try:
-            return watch.meet(rank, size, rank % 2)
-        except watch.RankLost as lost:
+            return failure_detector.meet(rank, size, rank % 2)
+        except failure_detector.RankLost as lost:
             return lost
 
     def arrive(size: int, ranks: list[int], patience: float) -> list:
-        monkeypatch.setattr(watch, "PATIENCE", patience)
+        monkeypatch.setattr(failure_detector, "PATIENCE", patience)
         with ThreadPoolExecutor(len(ranks)) as pool:
             return list(pool.map(lambda rank: come(rank, size), ranks))
 
@@ -154,7 +156,9 @@ def test_all_wait_for_all(arrive) -> None:
 def test_ranks_that_do_not_start_are_named(arrive, capfd: pytest.CaptureFixture) -> None:
     first, second = arrive(9, [0, 2], patience=5.0)
     expected = "ranks 1, 3-8 of 9 did not start within 5 s. Start the same command again"
-    assert all(isinstance(lost, watch.RankLost) and str(lost).startswith(expected) for lost in (first, second))
+    assert all(
+        isinstance(lost, failure_detector.RankLost) and str(lost).startswith(expected) for lost in (first, second)
+    )
     assert (first.told, second.told) == (False, True)
     assert "waiting for ranks 1, 3-8 of 9 to start" in capfd.readouterr().err
 
@@ -169,9 +173,9 @@ def test_a_rank_0_that_does_not_start_is_named_once_a_host(arrive) -> None:
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch):
     """``watches(size)``: the watches of so many ranks, in one process and on one store, with short times."""
-    monkeypatch.setattr(watch, "BEAT", 0.01)
-    monkeypatch.setattr(watch, "SILENCE", 0.5)
-    monkeypatch.setattr(watch, "GRACE", 60.0)
+    monkeypatch.setattr(failure_detector, "BEAT", 0.01)
+    monkeypatch.setattr(failure_detector, "SILENCE", 0.5)
+    monkeypatch.setattr(failure_detector, "GRACE", 60.0)
     store, made = dist.HashStore(), []
 
     def make(size: int) -> list[Watch]:
@@ -251,7 +255,7 @@ def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
 
 PROGRAM = """
 import atexit, os, sys
-from train.engine import run_to_the_end
+from train.distributed.engine import run_to_the_end
 
 class Kept:
     def __del__(self, write=os.write):

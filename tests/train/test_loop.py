@@ -11,7 +11,7 @@ import torch
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
-from train.checkpoint import State
+from train.checkpoint.run_state import State
 
 
 def step_of(run: Run, step: int = 0) -> dict:

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from model import load_pretrained, save_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
-from train import adapter, convert, loop, lora, pretrain
+from train import loop
 from train.build import Run, build
-from train.config import Config, ConfigError, Conversion, SmallTask, parse
+from train.config.schema import Config, ConfigError, Conversion, SmallTask, parse
 from train.errors import InputError
-from train.recipe import LORA_TARGETS
+from train.lora import inject, peft_format
+from train.param_groups import LORA_TARGETS
+from train.tasks import convert, pretrain
 
 from .test_sft import write_chats
 
@@ -77,27 +79,27 @@ def convert_with(adapter: Path | None, src: Path, dst: Path, format: str) -> Pat
 def test_a_new_adapter_changes_nothing_and_a_trained_one_merges_exactly(no_rounding, make, base: Path) -> None:  # noqa: F811
     plain = load_pretrained(base)
     run = build(make(ALL))
-    modules = set(lora._target_modules(plain, EVERYTHING))
+    modules = set(inject._target_modules(plain, EVERYTHING))
     before = logits(plain, run)
     assert torch.equal(logits(run.model, run), before)
-    for name, parameter in lora.trained_parameters(run.model).items():  # each target counts, none hides another
+    for name, parameter in inject.trained_parameters(run.model).items():  # each target counts, none hides another
         if not parameter.any():
             parameter.data.normal_(std=0.02 if "experts" in name else 0.01)
     trained = logits(run.model, run)
     assert (trained - before).abs().max() > 1e-2
-    lora.merge(run.model)
+    inject.merge(run.model)
     assert run.model.state_dict().keys() == plain.state_dict().keys()
     assert (logits(run.model, run) - trained).abs().max() < 1e-5
     changed = {name for name, tensor in run.model.state_dict().items() if raw(tensor) != raw(plain.state_dict()[name])}
     assert changed == {
-        f"{name}.{weight}" for name in modules for weight in (lora.STACK if name.endswith(".experts") else ["weight"])
+        f"{name}.{weight}" for name in modules for weight in (inject.STACK if name.endswith(".experts") else ["weight"])
     }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_any_rank_can_be_trained(make, precision: str) -> None:
     run = stepped(make("lora.targets=[experts]", "lora.rank=3", f"parallel.precision={precision}"))
-    for name, parameter in lora.trained_parameters(run.model).items():
+    for name, parameter in inject.trained_parameters(run.model).items():
         assert parameter.abs().max() > 0, f"{name} has not moved"
 
 
@@ -105,7 +107,7 @@ def test_any_rank_can_be_trained(make, precision: str) -> None:
 def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
     run = stepped(make(ALL, f"optim.balance={balance}"))
     trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
-    assert trained == set(lora.trained_parameters(run.model))
+    assert trained == set(inject.trained_parameters(run.model))
     assert {group["method"] for group in run.optimizer.param_groups} == {"adamw"}
     plain = {name: raw(tensor) for name, tensor in load_pretrained(base).state_dict().items()}
     moved, kept = set(), set()
@@ -118,7 +120,7 @@ def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
     assert not plain, "every tensor of the base is there"
     biases = {name for name in kept | moved if name.endswith(".gate.bias")}  # text alone moves those of text
     assert moved - trained <= biases and bool(moved - trained) == (balance == "separate")
-    for name, parameter in lora.trained_parameters(run.model).items():
+    for name, parameter in inject.trained_parameters(run.model).items():
         assert parameter.abs().max() > 0, f"{name} has not moved"
 
 
@@ -127,7 +129,7 @@ def test_peft_reads_what_is_written(no_rounding, make, base: Path, tmp_path: Pat
     run = stepped(make(ALL, "lora.dropout=0.1"), 4)
     run.model.eval()
     expected = logits(run.model, run)
-    lora.save_adapter(run.model, tmp_path / "adapter", str(base), biases=False)
+    inject.save_adapter(run.model, tmp_path / "adapter", str(base), biases=False)
     plain = load_pretrained(base)
     with torch.no_grad():
         loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
@@ -139,11 +141,11 @@ def test_peft_reads_what_is_written(no_rounding, make, base: Path, tmp_path: Pat
 def test_an_adapter_is_merged_into_the_released_layout_and_nothing_else_changes(make, base: Path, tmp_path) -> None:
     released = convert_with(None, base, tmp_path / "released", "released")
     run = build(make("lora.targets=[attention,experts,embed]", f"init_from={released}"))
-    for parameter in lora.trained_parameters(run.model).values():  # so much that every tile gets another code
+    for parameter in inject.trained_parameters(run.model).values():  # so much that every tile gets another code
         parameter.data.normal_(std=0.1)
-    lora.save_adapter(run.model, tmp_path / "adapter", str(released), biases=False)
+    inject.save_adapter(run.model, tmp_path / "adapter", str(released), biases=False)
     merged = convert_with(tmp_path / "adapter", released, tmp_path / "merged", "released")
-    lora.merge(run.model)
+    inject.merge(run.model)
     save_pretrained(run.model, tmp_path / "expected", run.tokenizer, format="released")
     before, after = (load_file(folder / "model.safetensors") for folder in (released, merged))
     assert before.keys() == after.keys()
@@ -197,12 +199,12 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("settings", "changes", "message"), DAMAGED)
 def test_a_damaged_adapter_is_named_and_nothing_is_written(make, base: Path, tmp_path, settings, changes, message):
-    lora.save_adapter(build(make("lora.targets=[attention,experts]")).model, tmp_path / "a", str(base), biases=False)
-    config, tensors = (tmp_path / "a" / file for file in (adapter.CONFIG, adapter.WEIGHTS))
+    inject.save_adapter(build(make("lora.targets=[attention,experts]")).model, tmp_path / "a", str(base), biases=False)
+    config, tensors = (tmp_path / "a" / file for file in (peft_format.CONFIG, peft_format.WEIGHTS))
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     stored = load_file(tensors)
     for name, change in changes.items():
-        stored[adapter.PREFIX + name] = change(stored[adapter.PREFIX + name])
+        stored[peft_format.PREFIX + name] = change(stored[peft_format.PREFIX + name])
     save_file({name: t.contiguous() for name, t in stored.items() if t is not None}, tensors)
     with pytest.raises(InputError, match=message):
         convert_with(tmp_path / "a", base, tmp_path / "merged", "bf16")

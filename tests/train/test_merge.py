@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from model import ModelConfig, build_model, save_pretrained
-from train import pretrain, storage
 from train.__main__ import TASKS
-from train.checkpoint import latest
-from train.config import ConfigError, Merger, parse
+from train.checkpoint import storage
+from train.checkpoint.run_state import latest
+from train.config.schema import ConfigError, Merger, parse
 from train.errors import InputError
+from train.tasks import pretrain
 
 QUANTISED = "layers.0.attn.wq_a"
 FILE = "model.safetensors"

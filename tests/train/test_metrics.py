@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from train import loop, metrics, pretrain
-from train.checkpoint import State
-from train.metrics import Reporter, evaluation_line, step_line
+from train import loop
+from train.checkpoint.run_state import State
+from train.logging import log
+from train.logging.log import Reporter, evaluation_line, step_line
+from train.tasks import pretrain
 
 RECORD = {
     "step": 12,
@@ -113,4 +115,4 @@ def test_wandb_without_key_or_network_is_offline(make_config, monkeypatch, tmp_p
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert metrics._wandb_mode() == "offline"
+    assert log._wandb_mode() == "offline"

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optim.muon import orthogonalize
 from train.build import build
-from train.config import CONF_DIR, ConfigError, parse
+from train.config.schema import CONF_DIR, ConfigError, parse
 from train.loop import to_device, train_step
-from train.plan import GIB, Item, owned, plan, report, update_flops
+from train.tasks.plan import GIB, Item, owned, plan, report, update_flops
 
 
 @pytest.mark.parametrize("rules", ["report", "adamw"])

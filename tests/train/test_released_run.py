@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 import train.build
 from model import save_pretrained
-from train import lifecycle, pretrain
-from train.checkpoint import latest
-from train.config import ConfigError
+from train.checkpoint.run_state import latest
+from train.config.schema import ConfigError
+from train.run import begin
+from train.tasks import pretrain
 
 E8M0 = torch.float8_e8m0fnu
 
@@ -63,7 +64,7 @@ def test_what_was_not_trained_has_its_bytes_again(make_config, tmp_path: Path, m
     assert not torch.equal(before, after)
     again = make_config(f"init_from={last}", "name=again")
     run = train.build.build(again)
-    lifecycle.begin(run)
+    begin(run)
     save_pretrained(run.model, tmp_path / "again", format="released")
     out = bytes_of(tmp_path / "again")
     assert all(torch.equal(out[name], tensor) for name, tensor in source.items()), "a run's checkpoint keeps them too"

@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train import lifecycle, loop, pretrain
-from train.checkpoint import latest
-from train.config import Config, ConfigError
+from train import loop
+from train.checkpoint.run_state import latest
+from train.config.schema import Config, ConfigError
 from train.errors import InputError
+from train.run import only_process_in
+from train.tasks import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}
@@ -186,7 +188,7 @@ def test_moved_data_continues_and_other_data_is_refused(
 
 def test_directory_in_use_is_refused(make_config) -> None:
     config = make_config()
-    with lifecycle.only_process_in(config.run_dir), pytest.raises(ConfigError, match="in use by another process"):
+    with only_process_in(config.run_dir), pytest.raises(ConfigError, match="in use by another process"):
         pretrain.run(config)
 
 

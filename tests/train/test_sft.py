@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from model import load_pretrained, save_pretrained
-from train import lifecycle, loop, pretrain
+from train import loop
 from train.build import build
-from train.checkpoint import latest
-from train.config import Config, ConfigError, parse, to_dict
-from train.initial import find_origin
+from train.checkpoint.init_from import find_origin
+from train.checkpoint.run_state import latest
+from train.config.schema import Config, ConfigError, parse, to_dict
+from train.run import begin
+from train.tasks import pretrain
 
 
 def write_chats(folder: Path, count: int) -> Path:
@@ -95,7 +97,7 @@ def test_a_run_directory_or_one_of_its_checkpoints_can_be_named(make_sft, base: 
     folder = latest(base.run_dir / where) if where else base.run_dir
     run = build(make_sft(f"init_from={folder}"))
     before = run.model.embed.weight.clone()
-    lifecycle.begin(run)
+    begin(run)
     saved = weights(base.run_dir)
     assert not torch.equal(before, run.model.embed.weight)
     assert all(torch.equal(saved[name], tensor) for name, tensor in run.model.state_dict().items())
@@ -138,9 +140,9 @@ def test_loss_counts_answers_alone(make_sft) -> None:
     [
         (["init_from=/nowhere"], r"init_from = \"/nowhere\": /nowhere is no folder"),
         (["init_from={chats}"], "holds neither config.json nor state.json"),
-        (["data.tokenizer=x.json"], "data.tokenizer = \"x.json\": the tokenizer of init_from is used"),
+        (["data.tokenizer=x.json"], 'data.tokenizer = "x.json": the tokenizer of init_from is used'),
         (["init_from=null"], "init_from = null: task=sft starts from a checkpoint"),
-        (["data=stdlib", "data.paths=[]"], "data.source = \"stdlib\": task=sft trains on conversations"),
+        (["data=stdlib", "data.paths=[]"], 'data.source = "stdlib": task=sft trains on conversations'),
     ],
 )
 def test_what_does_not_fit_is_refused(make_sft, chats: Path, changes: list[str], message: str) -> None:
@@ -161,7 +163,7 @@ def test_a_checkpoint_with_another_tokenizer_or_tensor_is_refused(make_sft, base
     config["text_config"]["num_attention_heads"] *= 2
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"does not hold this model:\n.*attn_sink"):
-        lifecycle.begin(build(make_sft(f"init_from={folder}")))
+        begin(build(make_sft(f"init_from={folder}")))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json does not exist"):
         make_sft(f"init_from={folder}")

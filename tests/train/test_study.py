@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import CONF_DIR, ConfigError
-from train.study import (
+from train.config.schema import CONF_DIR, ConfigError
+from train.studies.study import (
     Arm,
     Claim,
     Measure,

@@ -17,7 +17,7 @@ from data.packing import pack
 from model.generate import Sample
 from train.rl.collect import Response, Subgroup
 from train.rl.effort import LengthTerm, centre
-from train.rollout import routing_of
+from train.rl.rollout.base import routing_of
 
 IGNORE = -100
 INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")  # those that `model.losses` takes

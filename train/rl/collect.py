@@ -21,8 +21,8 @@ from data.tokenizer import special_ids
 from model.generate import Request, Sample
 from train.errors import InputError
 from train.rl.prompts import Prompts, messages_of
-from train.rl.rewards import Outcome, Rewards
-from train.rollout import Rollout, pack_sample, unpack_sample
+from train.rl.rewards.pool import Outcome, Rewards
+from train.rl.rollout.base import Rollout, pack_sample, unpack_sample
 
 STOP_SECONDS = 0.2  # between two looks whether to stop, while rewards are awaited
 

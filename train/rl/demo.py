@@ -2,7 +2,7 @@
 
     python -m train.rl.demo FOLDER
 
-The task (``train.rl.tasks.highest``) is to name the highest of twelve digits. The conversations reason in this way:
+The task (``rewards/builtin.py``: ``highest``) is to name the highest of twelve digits. The conversations reason so:
 
     052g:a3b3c4d4e4f9g9       effort 52; look as far as g; the highest digit up to a, up to b, ...
 
@@ -28,8 +28,8 @@ from data.chat import EFFORT_LINE, EFFORTS
 from data.tokenizer import CONTROL_TOKENS
 from model import ModelConfig, build_model, save_pretrained
 from train.build import fit_to_tokenizer
-from train.config import CONF_DIR
-from train.rl.tasks import highest
+from train.config.schema import CONF_DIR
+from train.rl.rewards.builtin import highest
 
 CONVERSATIONS = 15_000
 LEANING = 0.7  # of the share of the digits looked at, between the lowest and the highest effort; the rest is chance

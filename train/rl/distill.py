@@ -17,8 +17,8 @@ from model import DeepseekV41, Losses, ModelConfig, Totals, reverse_kl
 from model.backbone import allocate_model
 from model.engram import build_token_map
 from train.build import Run
-from train.config import ConfigError, problem
-from train.initial import find_origin, load_origin
+from train.checkpoint.init_from import find_origin, load_origin
+from train.config.schema import ConfigError, problem
 from train.loop import precision, to_device
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from data.chat import effort_budget
-from train.strict import STRICT
+from train.config.strict import STRICT
 
 
 @dataclass(config=STRICT, frozen=True)

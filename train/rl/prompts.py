@@ -14,7 +14,7 @@ from data import DataError
 from data.errors import Policy
 from data.sources import decode
 from train.errors import InputError
-from train.rl.worker import load
+from train.rl.rewards.worker import load
 
 Check = Callable[[dict[str, Any]], Any]
 NEEDED = "a record needs `prompt` (text) or `messages` (a list)"
@@ -24,8 +24,8 @@ class Prompts:
     """Prompt number n is a pure function of the seed: a task drawn by lot, and its next record.
 
     ``sources``: of each task a JSONL file of records, or the name of a function that draws one (see
-    ``train/rl/tasks.py``). A file is gone through in a new order every epoch (of several tasks, by those of its records
-    whose numbers fall to it). ``check`` is shown every record, and raises for one that cannot be asked.
+    ``rewards/builtin.py``). A file is gone through in a new order every epoch (of several tasks, by those of its
+    records whose numbers fall to it). ``check`` is shown every record, and raises for one that cannot be asked.
 
     Raises:
         DataError, InputError: a record is none, or ``check`` refuses it; a function cannot be loaded, or draws from

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.metrics import Reporter, shown
+from train.logging.log import Reporter, shown
 
 MEASURES = ("reward", "accuracy", "length")
 STYLES = {"train": {"linewidth": 0.8, "alpha": 0.6}, "valid": {"marker": "o", "linestyle": ""}}

@@ -17,17 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))  # 
 
 from model import load_pretrained, save_pretrained
 from tests.train.rl.toyserver import ToyServer
-from train import pretrain
 from train.build import build
-from train.config import Config, parse
-from train.lifecycle import begin
-from train.rl import task as rl
-from train.rl.rewards import Rewards
+from train.config.schema import Config, parse
+from train.rl.rewards.pool import Rewards
+from train.run import begin
+from train.tasks import pretrain, rl
 
-GRADE = '''
+GRADE = """
 def grade(record, answer, reasoning):
     return float(len(answer.strip()) == 1)
-'''
+"""
 
 
 @pytest.fixture(scope="session")

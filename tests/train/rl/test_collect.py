@@ -16,14 +16,14 @@ from model.generate import Request, Sample
 from train.errors import InputError
 from train.rl.collect import Collector, Plan
 from train.rl.prompts import Prompts, messages_of
-from train.rl.rewards import Outcome
+from train.rl.rewards.pool import Outcome
 
 PLAN = Plan((20, 80), (2, 3), subgroups=2, max_tokens=8, max_length=99, temperature=1.0, in_flight=7, ahead=1.0, seed=5)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(compose_raw, overrides) -> Tokenizer:
-    from train.config import parse
+    from train.config.schema import parse
 
     return load_tokenizer(parse(compose_raw(*overrides)).data)
 
@@ -214,7 +214,9 @@ def test_records_of_a_file_come_once_an_epoch_in_an_order_of_the_seed(tmp_path) 
 
 
 def test_tasks_are_drawn_by_lot() -> None:
-    drawn = [Prompts(["train.rl.tasks:letters", "train.rl.tasks:arithmetic"], 0).at(n) for n in range(40)]
+    drawn = [
+        Prompts(["train.rl.rewards.builtin:letters", "train.rl.rewards.builtin:arithmetic"], 0).at(n) for n in range(40)
+    ]
     assert 10 < sum(task for task, _ in drawn) < 30
     assert all(("level" in record) == bool(task) for task, record in drawn)
     assert messages_of({"prompt": "hi"}) == [{"role": "user", "content": "hi"}]
@@ -290,5 +292,7 @@ def test_a_function_is_checked_at_every_draw(tmp_path) -> None:
 
 
 def test_a_source_that_cannot_be_loaded_is_named() -> None:
-    with pytest.raises(InputError, match="rl.tasks: prompts 'train.rl.tasks:nothing' cannot be used: AttributeError"):
-        Prompts(["train.rl.tasks:nothing"], 0)
+    with pytest.raises(
+        InputError, match="rl.tasks: prompts 'train.rl.rewards.builtin:nothing' cannot be used: AttributeError"
+    ):
+        Prompts(["train.rl.rewards.builtin:nothing"], 0)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from data import DataConfig, load_tokenizer
 from data.chat import EFFORT_LINE, prompt_ids, read_conversation
-from train.initial import find_origin
-from train.rl import demo, tasks
+from train.checkpoint.init_from import find_origin
+from train.rl import demo
+from train.rl.rewards import builtin
 
 
 def test_conversations_reason_as_described_and_answer_what_they_saw() -> None:
@@ -34,7 +35,7 @@ def test_conversations_reason_as_described_and_answer_what_they_saw() -> None:
 
 def test_the_solution_is_the_highest_small_letter() -> None:
     for seed in range(200):
-        record = tasks.highest(random.Random(seed))
+        record = builtin.highest(random.Random(seed))
         digits = re.findall(r"[a-l](\d)", record["prompt"])
         assert len(digits) == 12 and record["solution"] == max(digits)
         assert len(re.findall(r"[XYZ]\d", record["prompt"])) == 3 and len(record["prompt"]) == 30

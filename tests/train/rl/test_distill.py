@@ -15,11 +15,11 @@ import torch
 from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
-from train.checkpoint import State
-from train.config import Config, ConfigError
+from train.checkpoint.run_state import State
+from train.config.schema import Config, ConfigError
 from train.loop import train_step
-from train.rl import task as rl
 from train.rl.batch import score
+from train.tasks import rl
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ranks import Group
 
 from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.rl.test_task import AHEAD, assert_same_run, records, weights
-from train.rl import task as rl
+from train.tasks import rl
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -20,8 +20,8 @@ PLAIN = """
 import sys
 from tests.model.tiny import switch_rounding_off
 from train import __main__ as program
-from train.config import open_overrides
-from train.engine import run_to_the_end
+from train.config.schema import open_overrides
+from train.distributed.engine import run_to_the_end
 
 switch_rounding_off(setattr)
 sys.argv[1:] = open_overrides(sys.argv[1:])
@@ -32,9 +32,9 @@ run_to_the_end(program.main)
 STOPPED = """
 import os, signal, sys
 from train import __main__ as program
-from train.config import open_overrides
-from train.engine import run_to_the_end
-from train.rl.task import LocalRollout
+from train.config.schema import open_overrides
+from train.distributed.engine import run_to_the_end
+from train.tasks.rl import LocalRollout
 
 inner, polls = LocalRollout.poll, iter(range(10**6))
 
@@ -64,7 +64,11 @@ def two_processes(rl_overrides: list[str], tmp_path: Path) -> Callable[..., None
 
 @pytest.mark.parametrize("adapter", [[], ["lora=all", "optim=adamw", "lora.rank=4"]], ids=["whole", "adapter"])
 def test_two_processes_take_the_step_of_one(
-    make_rl, two_processes, tmp_path: Path, adapter: list[str], no_rounding  # noqa: F811
+    make_rl,
+    two_processes,
+    tmp_path: Path,
+    adapter: list[str],
+    no_rounding,  # noqa: F811
 ) -> None:
     """The same responses, so the same measures; gradients and biases summed over both; and one log."""
     small = [*adapter, "task.tokens=300", "rl.loss.kl=0.1"]

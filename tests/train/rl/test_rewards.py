@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from train.errors import InputError
-from train.rl import tasks
-from train.rl.rewards import Outcome, Rewards
+from train.rl.rewards import builtin
+from train.rl.rewards.pool import Outcome, Rewards
 
-MODULE = '''
+MODULE = """
 from __future__ import annotations
 import dataclasses, os, subprocess, sys, time
 import numpy
@@ -60,7 +60,7 @@ constant = 1
 
 def two(record, answer):
     return 1.0
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,9 @@ def module(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(module: str):
-    rewards = Rewards([f"{module}:grade", f"{module}:other", "train.rl.tasks:exact"], workers=2, seconds=300.0)
+    rewards = Rewards(
+        [f"{module}:grade", f"{module}:other", "train.rl.rewards.builtin:exact"], workers=2, seconds=300.0
+    )
     yield rewards
     rewards.close()
 
@@ -147,7 +149,7 @@ def test_a_hanging_function_ends_with_all_that_it_started(pool: Rewards, tmp_pat
 
 def test_nothing_hangs_on_when_the_trainer_is_killed(module: str, tmp_path: Path) -> None:
     script = (
-        "import sys; from train.rl.rewards import Rewards\n"
+        "import sys; from train.rl.rewards.pool import Rewards\n"
         f"Rewards(['{module}:grade'], 1, 600.0).submit(0, dict(do='hang with a child', file=sys.argv[1]), '', '')\n"
         "sys.stdin.read()\n"
     )
@@ -212,14 +214,14 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(module: str, n
 
 
 def test_the_solutions_of_arithmetic_are_right_at_every_level() -> None:
-    records = [tasks.arithmetic(random.Random(seed)) for seed in range(500)]
-    assert {record["level"] for record in records} == set(range(1, tasks.LEVELS + 1))
+    records = [builtin.arithmetic(random.Random(seed)) for seed in range(500)]
+    assert {record["level"] for record in records} == set(range(1, builtin.LEVELS + 1))
     for record in records:
         assert eval(record["prompt"].removesuffix(" = ?")) == int(record["solution"])
 
 
 def test_the_solutions_of_letters_are_right() -> None:
-    records = [tasks.letters(random.Random(seed)) for seed in range(50)]
+    records = [builtin.letters(random.Random(seed)) for seed in range(50)]
     assert {record["prompt"].split()[0] for record in records} == {"reverse", "sort"}
     for record in records:
         order, word = record["prompt"].split()[0], record["prompt"].split(": ")[1]
@@ -227,5 +229,5 @@ def test_the_solutions_of_letters_are_right() -> None:
 
 
 def test_tasks_draw_the_same_from_the_same_seed() -> None:
-    for task in (tasks.arithmetic, tasks.letters, tasks.highest):
+    for task in (builtin.arithmetic, builtin.letters, builtin.highest):
         assert task(random.Random("a/1")) == task(random.Random("a/1")) != task(random.Random("a/2"))

@@ -16,14 +16,14 @@ import torch
 from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
-from train.checkpoint import State, latest
-from train.config import Config, ConfigError
-from train.lifecycle import begin
+from train.checkpoint.run_state import State, latest
+from train.config.schema import Config, ConfigError
 from train.loop import Interrupted, resume, train_step
-from train.rl import task as rl
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
-from train.rl.gradient import log_probs_under
+from train.rl.policy_gradient import log_probs_under
+from train.run import begin
+from train.tasks import rl
 
 
 @pytest.fixture

@@ -1,0 +1,624 @@
+"""The packed cache: what a sequence leaves behind for its next token, for many sequences of unequal length.
+
+Kept of every sequence (released sizes: 890 bytes a token of what grows, V4.1 report):
+  main KV      each entry of a Full layer as FP4 values with E4M3 scales (in the compute dtype when QAT is off)
+  index keys   each entry of a Full layer as FP4 values with UE8M0 scales
+  window       the last W window KVs of every layer as FP8 values with UE8M0 scales, in a ring
+  open groups  projected values and gates of the tokens whose compression group is not complete
+  history      the last token ids that Engram looks back at
+What is read back equals, bit for bit, what the training forward's fake quantisers give.
+
+Entries lie in pages of `page_tokens` tokens that sequences own: a sequence wastes less than a page, a page is a whole
+number of candidate blocks, and no group is open at its end.
+
+A `Step` lays out one pass over new tokens of some sequences; `LayerCache` is a layer's view of it, all that attention
+sees. Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.config import TextConfig
+from model.engram import engram_tables, hash_ids
+from model.layout import Entries, Pack
+from model.quantize import KV_INDEX, KV_MAIN, KV_WINDOW, KVFormat
+from model.rope import inverse_frequencies, rotations
+
+PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every ratio
+
+
+@dataclass
+class Row:
+    """One sequence: tokens passed, its pages, the first positions that the window rings of encoder and decoder have
+    seen, and (token id, is image) of its last tokens.
+    """
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    window_from: int = 0
+    decoder_from: int = 0
+    history: list[tuple[int, bool]] = field(default_factory=list)
+
+
+class Store:
+    """Rows of one kind of state, [places, width] each, packed by `format` or plain; grows, keeping what it holds."""
+
+    def __init__(self, format: KVFormat | None, device: torch.device):
+        self.format, self.device = format, device
+        self.tensors: tuple[Tensor, ...] = ()
+        self.width = 0
+
+    def fit(self, capacity: int, like: Tensor) -> None:
+        """Make room for `capacity` places of rows like those of `like` [N, width]."""
+        if not self.tensors:
+            self.width = like.shape[1]
+            self.tensors = self._parts(like[:0])
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """The same for a store that has been written to."""
+        if self.tensors[0].shape[0] < capacity:
+            self.tensors = tuple(_enlarged(tensor, capacity) for tensor in self.tensors)
+
+    def write(self, places: Tensor, x: Tensor) -> None:
+        """x [N, width] to int64 places [N]."""
+        for tensor, part in zip(self.tensors, self._parts(x), strict=True):
+            _bytes(tensor).index_copy_(0, places, _bytes(part))
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.format.pack(x) if self.format else (x,)
+
+    def read(self, places: Tensor, dtype: torch.dtype, unit: int = 1) -> Tensor:
+        """[..., width] at int64 places [...]; with `unit`, places count runs of so many rows: [... * unit, width]."""
+        parts = []
+        for tensor in self.tensors:
+            raw = _bytes(tensor)
+            found = raw.view(-1, unit * raw.shape[1]).index_select(0, places.flatten())
+            shape = (*places.shape, -1) if unit == 1 else (places.numel() * unit, raw.shape[1])
+            parts.append(found.view(shape).view(tensor.dtype))
+        return self.format.unpack(*parts, self.width, dtype) if self.format else parts[0].to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As bytes where the type is too narrow for indexing operations."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
+    """Zeros behind: places that nobody has written are read (and masked) too, and must be numbers."""
+    old = _bytes(tensor)
+    new = old.new_zeros(capacity, old.shape[1])
+    new[: old.shape[0]] = old
+    return new.view(tensor.dtype)
+
+
+class Cache:
+    """State of many sequences. `open` gives a row number, `close` frees it for another sequence.
+
+    kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
+    prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        kv_quant: bool = True,
+        prefix_tokens: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        self.config, self.device = config, torch.device(device)
+        layers = range(config.num_hidden_layers)
+        self.ratios = sorted({config.ratio(layer) for layer in layers} - {0})
+        self.group = math.lcm(*self.ratios)
+        whole = config.candidate_block_size * self.group
+        self.page_tokens = -(-PAGE_TOKENS // whole) * whole
+        sources = config.kv_source_layer_ids
+        self.main = {n: Store(KV_MAIN if kv_quant else None, self.device) for n in sources}
+        self.index = {n: Store(KV_INDEX, self.device) for n in sources}
+        self.window = {n: Store(KV_WINDOW, self.device) for n in layers}
+        self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
+        self.open_gates = {n: Store(None, self.device) for n in self.open_values}
+        self.rows: list[Row | None] = []
+        self.uses: list[int] = []  # of every page made: owners (sequences and the prefix index)
+        self.free_pages: list[int] = []
+        self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
+        self.prefix_pages = prefix_tokens // self.page_tokens
+        self.frequencies = {c: inverse_frequencies(config, compressed=c) for c in (False, True)}
+
+    @property
+    def pages(self) -> int:
+        """Pages made so far."""
+        return len(self.uses)
+
+    def open(self) -> int:
+        """A row for a new sequence."""
+        if None not in self.rows:
+            self.rows.append(None)
+        row = self.rows.index(None)
+        self.rows[row] = Row()
+        return row
+
+    def close(self, row: int) -> None:
+        for page in self.rows[row].pages:
+            self._release(page)
+        self.rows[row] = None
+
+    def copy_of_row(self, row: int) -> int:
+        """A row for a sequence that begins with all that another has passed. Full pages are shared, the last one, the
+        windows and the open groups are copied.
+        """
+        new, state = self.open(), self.rows[row]
+        copy = self.rows[new] = _row(vars(state))
+        if state.length % self.page_tokens:
+            copy.pages[-1] = self._copy_of(state.pages[-1])
+        for page in state.pages[: state.length // self.page_tokens]:
+            self.uses[page] += 1
+        sizes = {n: self.config.sliding_window for n in self.window}
+        groups = {n: self.config.ratio(n) for n in self.open_values}
+        for stores, places in ((self.window, sizes), (self.open_values, groups), (self.open_gates, groups)):
+            for layer, size in places.items():
+                stores[layer].grow(len(self.rows) * size)
+                for tensor in map(_bytes, stores[layer].tensors):
+                    tensor[new * size : (new + 1) * size] = tensor[row * size : (row + 1) * size]
+        return new
+
+    def reserve(self, row: int, length: int) -> None:
+        """Give a row the pages that `length` tokens need."""
+        pages = self.rows[row].pages
+        while len(pages) * self.page_tokens < length:
+            pages.append(self._new_page())
+
+    def _new_page(self) -> int:
+        if not self.free_pages:
+            more = max(1, self.pages // 2)
+            self.free_pages = list(range(self.pages, self.pages + more))
+            self.uses += [0] * more
+        page = self.free_pages.pop(0)
+        self.uses[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self.uses[page] -= 1
+        if not self.uses[page]:
+            self.free_pages.append(page)
+
+    def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """Offer a row's whole pages, filled by `tokens`, to sequences that begin alike. What a sequence computed after
+        a hit of its own is not exact and is not offered.
+        """
+        state, size = self.rows[row], self.page_tokens
+        if not self.prefix_pages or state.window_from:
+            return
+        before = -1
+        for number in range(min(len(tokens), state.length) // size):
+            key = (before, *tokens[number * size : (number + 1) * size])
+            if key not in self.prefixes:
+                self.prefixes[key] = state.pages[number]
+                self.uses[state.pages[number]] += 1
+            before = self.prefixes[key]
+        self._touch(tokens)
+        while len(self.prefixes) > self.prefix_pages:
+            self._release(self.prefixes.pop(next(iter(self.prefixes))))
+
+    def reuse_prefix(self, row: int, prompt: Sequence[int]) -> int:
+        """Start a new row with what is kept for the beginning of its prompt; how many tokens need no pass.
+
+        Only main KV and index keys are kept, so the last `sliding_window` tokens of the hit are passed again (SWA
+        bounded replay, V4.1 report): from the position s that is returned on, window keys before s do not exist, and
+        entries from s on are the row's own. (s is moved down to a whole compression group, if need be.)
+        """
+        state, size = self.rows[row], self.page_tokens
+        hit = self._touch(prompt[:-1])
+        start = max(0, len(hit) * size - self.config.sliding_window) // self.group * self.group
+        state.pages = hit[: start // size]
+        for page in state.pages:
+            self.uses[page] += 1
+        if start % size:
+            state.pages.append(self._copy_of(hit[start // size]))
+        state.length = state.window_from = state.decoder_from = start
+        back = self.config.engram_max_ngram_size - 1
+        state.history = [(token, False) for token in prompt[max(0, start - back) : start]]
+        return start
+
+    def _touch(self, tokens: Sequence[int]) -> list[int]:
+        """The kept pages that `tokens` begin with; they become the youngest, the first page last."""
+        keys, before, size = [], -1, self.page_tokens
+        for at in range(0, len(tokens) - size + 1, size):
+            key = (before, *tokens[at : at + size])
+            if key not in self.prefixes:
+                break
+            keys.append(key)
+            before = self.prefixes[key]
+        pages = [self.prefixes[key] for key in keys]
+        for key in reversed(keys):
+            self.prefixes[key] = self.prefixes.pop(key)
+        return pages
+
+    def drop_prefixes(self) -> None:
+        """Forget what is kept for other sequences, for example because the weights have changed."""
+        for page in self.prefixes.values():
+            self._release(page)
+        self.prefixes.clear()
+
+    def _copy_of(self, page: int) -> int:
+        copy = self._new_page()
+        for stores in (self.main, self.index):
+            for layer, store in stores.items():
+                size = self.page_tokens // self.config.ratio(layer)
+                store.grow(self.pages * size)
+                for tensor in map(_bytes, store.tensors):
+                    tensor[copy * size : (copy + 1) * size] = tensor[page * size : (page + 1) * size]
+        return copy
+
+    def stores(self) -> dict[str, Store]:
+        """Every store under the name it is saved by."""
+        kinds = ("main", "index", "window", "open_values", "open_gates")
+        return {f"{kind}.{layer}": store for kind in kinds for layer, store in getattr(self, kind).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain containers, copies of what the cache holds now."""
+        rows = [row and vars(_row(vars(row))) for row in self.rows]
+        tensors = {name: [t.clone() for t in store.tensors] for name, store in self.stores().items()}
+        widths = {name: store.width for name, store in self.stores().items()}
+        return {
+            "rows": rows,
+            "uses": list(self.uses),
+            "free_pages": list(self.free_pages),
+            "prefixes": [[list(key), page] for key, page in self.prefixes.items()],
+            "tensors": tensors,
+            "widths": widths,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.rows = [row and _row(row) for row in state["rows"]]
+        self.uses, self.free_pages = list(state["uses"]), list(state["free_pages"])
+        self.prefixes = {tuple(key): page for key, page in state["prefixes"]}
+        for name, store in self.stores().items():
+            store.tensors = tuple(t.to(self.device, copy=True) for t in state["tensors"][name])
+            store.width = state["widths"][name]
+
+    def entry_bytes(self) -> int:
+        """Bytes of the storage that grows with the context: main KV and index keys, of all pages made."""
+        return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
+
+
+def _row(state: dict[str, Any]) -> Row:
+    """A copy of its own."""
+    return Row(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})
+
+
+class WindowAxis(NamedTuple):
+    """A key axis of T' tokens: of every sequence, what its window remembers, then its new tokens.
+
+    source int64 [T']: row of (ring rows of the step's sequences, new tokens); place int64 [T]: where the new tokens
+    lie; start int64 [T']: first token in the window of each.
+    """
+
+    source: Tensor
+    place: Tensor
+    start: Tensor
+
+    def spread(self, x: Tensor, fill: int) -> Tensor:
+        """[T, ...] of the new tokens -> [T', ...]."""
+        if len(self.source) == len(self.place):
+            return x
+        return x.new_full((len(self.source), *x.shape[1:]), fill).index_copy(0, self.place, x)
+
+
+@dataclass
+class Span:
+    """A sequence's part of a step: `past` tokens went before, the last of them in `history`; the window begins at
+    `window_from` at the earliest.
+    """
+
+    row: int
+    tokens: list[int]
+    image: list[bool]
+    past: int
+    window_from: int
+    history: list[tuple[int, bool]]
+
+    def cut(self, begin: int, end: int, window_from: int, back: int) -> Span:
+        """Tokens begin..end of the span."""
+        history = (self.history + list(zip(self.tokens, self.image, strict=True))[:begin])[-back:]
+        cut = slice(begin, end)
+        return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
+
+
+class Step:
+    """One pass over new tokens. `pack` holds the new tokens only, a document for each sequence, with positions and
+    visible entries that count what is cached. A step in which every sequence has one token decodes: each query then
+    has its own range of slots and brings its own keys.
+    """
+
+    def __init__(self, cache: Cache, spans: Sequence[Span]):
+        self.cache, self.config, self.spans = cache, cache.config, spans
+        self.counts = [len(span.tokens) for span in spans]
+        self.decoding = all(count == 1 for count in self.counts)
+        for span in spans:
+            cache.reserve(span.row, span.past + len(span.tokens))
+        self.row = torch.tensor([span.row for span in spans])
+        self.window_from = torch.tensor([span.window_from for span in spans])
+        self.host_past = past = torch.tensor([span.past for span in spans])
+        self.host_count = count = torch.tensor(self.counts)
+        self.start = count.cumsum(0) - count
+        self.document = torch.repeat_interleave(torch.arange(len(spans)), count)
+        self.offset = torch.arange(len(self.document)) - self.start[self.document]
+        self.position = past[self.document] + self.offset
+        owned = [cache.rows[span.row].pages for span in spans]
+        depth = max(map(len, owned))
+        self.pages = torch.tensor([pages + [0] * (depth - len(pages)) for pages in owned])
+        self.ids = self.on_device(torch.tensor([token for span in spans for token in span.tokens]))
+        self.pack = self._pack()
+
+    @classmethod
+    def after(
+        cls,
+        cache: Cache,
+        rows: Sequence[int],
+        tokens: Sequence[list[int]],
+        images: Sequence[list[bool]] | None = None,
+    ) -> Step:
+        """`tokens[i]` follow what row `rows[i]` holds; `images[i]` marks its image positions."""
+        spans = []
+        for i, row in enumerate(rows):
+            state = cache.rows[row]
+            image = images[i] if images else [False] * len(tokens[i])
+            spans.append(Span(row, tokens[i], image, state.length, state.window_from, state.history))
+        return cls(cache, spans)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether the decoder's part of this step differs, in its tokens or in the window they see."""
+        rows, window = self.cache.rows, self.config.sliding_window
+        pairs = [(span, rows[span.row].decoder_from) for span in self.spans]
+        return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
+
+    def split(self) -> tuple[Half | None, Half | None]:
+        """For the decoder: the tokens before each row's `decoder_from` and those from it on; None where there are
+        none.
+        """
+        early, late = [], []
+        back = self.config.engram_max_ngram_size - 1
+        for span in self.spans:
+            begin = self.cache.rows[span.row].decoder_from
+            at = min(max(0, begin - span.past), len(span.tokens))
+            early.append(span.cut(0, at, span.window_from, back))
+            late.append(span.cut(at, len(span.tokens), begin, back))
+        is_late = self.offset >= torch.tensor([len(span.tokens) for span in early])[self.document]
+        parts = []
+        for spans, mine in ((early, ~is_late), (late, is_late)):
+            spans = [span for span in spans if span.tokens]
+            parts.append(Half(Step(self.cache, spans), self.on_device(mine.nonzero().flatten())) if spans else None)
+        return parts[0], parts[1]
+
+    def on_device(self, x: Tensor) -> Tensor:
+        return x.to(self.cache.device, non_blocking=True)
+
+    def _pack(self) -> Pack:
+        frequencies = self.cache.frequencies
+        position = self.on_device(self.position)
+        start = self.on_device(self.start[self.document])
+        return Pack(
+            rows=1,
+            row_length=len(self.document),
+            gather=None,
+            document=self.on_device(self.document),
+            document_start=start,
+            document_lengths=self.on_device(self.host_count),
+            window_start=start,  # neither is used: see `WindowAxis`
+            decoder_window_start=start,
+            position=position,
+            image=self._image(),
+            phasors=rotations(position, frequencies[False]),
+            phasors_yarn=rotations(position, frequencies[True]),
+            entries={r: self._entries(r) for r in self.cache.ratios},
+        )
+
+    def _image(self) -> Tensor | None:
+        flags = [flag for span in self.spans for flag in span.image]
+        return self.on_device(torch.tensor(flags)) if any(flags) else None
+
+    def _entries(self, ratio: int) -> Entries:
+        """Of the new entries: members in (open group of each sequence, new tokens) and phasors; of the queries: what
+        they see in a layout where sequence b has the slots of its pages from b * own on.
+        """
+        own = self.pages.shape[1] * self.cache.page_tokens // ratio
+        owner, number = self._new_entries(ratio)
+        token = number[:, None] * ratio + torch.arange(ratio) - self.host_past[owner, None]  # < 0: before this step
+        open_token = owner[:, None] * ratio + token + self.host_past[owner, None] % ratio
+        new_token = len(self.spans) * ratio * (ratio > 1) + self.start[owner, None] + token
+        first = self.document * own
+        last = first + (self.position + 1) // ratio
+        return Entries(
+            ratio=ratio,
+            slots=len(self.spans) * own,
+            members=self.on_device(torch.where(token < 0, open_token, new_token)),
+            phasors=rotations(self.on_device(number * ratio), self.cache.frequencies[True]),
+            visible_from=self.on_device(first),
+            visible_to=self.on_device(last),
+            host_from=first,
+            host_to=last,
+            own=own if self.decoding else None,
+        )
+
+    def _new_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """(sequence of the step, number in it) of every entry that this step completes."""
+        closing = (self.position + 1) % ratio == 0
+        return self.document[closing], self.position[closing] // ratio
+
+    def layer(self, number: int) -> LayerCache:
+        return LayerCache(self, number)
+
+    @cached_property
+    def engram_axis(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """(tokens, start of each one's sequence, image or None, place of the new tokens) with the history in front."""
+        ids: list[int] = []
+        image: list[bool] = []
+        start: list[int] = []
+        place: list[int] = []
+        for span in self.spans:
+            begin, new = len(ids), len(ids) + len(span.history)
+            ids += [token for token, _ in span.history] + span.tokens
+            image += [flag for _, flag in span.history] + span.image
+            start += [begin] * (len(ids) - begin)
+            place += range(new, len(ids))
+        masked = self.on_device(torch.tensor(image)) if any(image) else None
+        ids, start, place = (self.on_device(torch.tensor(x)) for x in (ids, start, place))
+        return ids, start, masked, place
+
+    def engram_rows(self, layer: int, token_map: Tensor) -> Tensor:
+        """Rows int64 [T, G] of Engram layer `layer` (a backbone layer id) for the new tokens."""
+        config = self.config
+        ids, start, masked, place = self.engram_axis
+        number = config.engram_layer_ids.index(layer)
+        found = hash_ids(engram_tables(config), number, token_map, config.engram_pad_token_id, ids, start, masked)
+        return found.index_select(0, place)
+
+    def commit(self) -> None:
+        """Count the step's tokens as passed; every layer has stored its part by then."""
+        back = self.config.engram_max_ngram_size - 1
+        for span in self.spans:
+            state, end = self.cache.rows[span.row], len(span.tokens)
+            state.length += end
+            state.history = span.cut(end, end, 0, back).history
+
+    # --- layouts that several layers share
+
+    @cached_property
+    def ring_rows(self) -> Tensor:
+        """Places int64 [B, W] of the sequences' window rings."""
+        return self.on_device(self.row[:, None] * self.config.sliding_window + torch.arange(self.config.sliding_window))
+
+    @cached_property
+    def ring_writes(self) -> tuple[Tensor, Tensor]:
+        """(new tokens that the ring keeps, their places): the last W of each sequence."""
+        window = self.config.sliding_window
+        kept = (self.offset >= self.host_count[self.document] - window).nonzero().flatten()
+        place = self.row[self.document[kept]] * window + self.position[kept] % window
+        return self.on_device(kept), self.on_device(place)
+
+    @cached_property
+    def ring_hidden(self) -> Tensor:
+        """bool [B, W]: ring places that hold nothing of the sequence's window, after this step's token."""
+        window = self.config.sliding_window
+        age = (self.position[:, None] - torch.arange(window)) % window
+        return self.on_device(self.position[:, None] - age < self.window_from[:, None])
+
+    @cached_property
+    def axis(self) -> WindowAxis:
+        window, sequences = self.config.sliding_window, len(self.spans)
+        kept = (self.host_past - self.window_from).clamp(max=window - 1)  # past keys that some query sees
+        total = kept + self.host_count
+        start = total.cumsum(0) - total
+        owner = torch.repeat_interleave(torch.arange(sequences), total)
+        index = torch.arange(len(owner))
+        token = index - start[owner] - kept[owner]  # < 0: before this step
+        ring = owner * window + (self.host_past[owner] + token) % window
+        source = torch.where(token < 0, ring, sequences * window + self.start[owner] + token)
+        place = start[self.document] + kept[self.document] + self.offset
+        begin = torch.maximum(start[owner], index - (window - 1))
+        return WindowAxis(*(self.on_device(x) for x in (source, place, begin)))
+
+    def entry_places(self, ratio: int) -> Tensor:
+        """Places of the new entries in the stores of ratio `ratio`."""
+        owner, number = self._new_entries(ratio)
+        size = self.cache.page_tokens // ratio
+        return self.on_device(self.pages[owner, number // size] * size + number % size)
+
+    @cached_property
+    def device_pages(self) -> Tensor:
+        return self.on_device(self.pages)
+
+
+class Half(NamedTuple):
+    """A step over some of another's tokens, and int64 which ones."""
+
+    step: Step
+    kept: Tensor
+
+
+class LayerCache:
+    """What one layer reads from and writes to the cache in one step."""
+
+    def __init__(self, step: Step, layer: int):
+        self.step, self.cache, self.layer = step, step.cache, layer
+        self.decoding = step.decoding
+        self.ratio = step.config.ratio(layer)
+
+    def open_groups(self, values: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Put the open groups' values and gates [B * r, D] in front of those of the new tokens [T, D], and keep what
+        the new tokens leave open.
+        """
+        if self.ratio == 1:
+            return values, gates
+        step, ratio = self.step, self.ratio
+        places = step.on_device(step.row[:, None] * ratio + torch.arange(ratio)).flatten()
+        # a token's place is its number in its group; tokens of complete groups are never read
+        end = step.host_past + step.host_count
+        kept = (step.position >= (end // ratio * ratio)[step.document]).nonzero().flatten()
+        target = step.on_device(step.row[step.document[kept]] * ratio + step.position[kept] % ratio)
+        kept, joined = step.on_device(kept), []
+        for store, new in ((self.cache.open_values[self.layer], values), (self.cache.open_gates[self.layer], gates)):
+            store.fit(len(self.cache.rows) * ratio, new)
+            joined.append(torch.cat([store.read(places, new.dtype), new]))
+            store.write(target, new.index_select(0, kept))
+        return joined[0], joined[1]
+
+    def entries(self, kv: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Store the new entries' main KV [N, D] (not rounded yet) and index keys [N, Di]. Returns all entries of the
+        step's sequences in the slots of `pack.entries`; no main KV when decoding.
+        """
+        size = self.cache.page_tokens // self.ratio
+        places = self.step.entry_places(self.ratio)
+        main, index = self.cache.main[self.layer], self.cache.index[self.layer]
+        for store, new in ((main, kv), (index, keys)):
+            store.fit(self.cache.pages * size, new)
+            store.write(places, new)
+        pages = self.step.device_pages.flatten()
+        return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
+
+    def chosen(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Main KV [B, K, D] of the selected slots int32 [B, K]; anything where none is selected."""
+        step = self.step
+        size = self.cache.page_tokens // self.ratio
+        slot = topk_indices.clamp(min=0).long()
+        page = step.device_pages.flatten()[slot // size]
+        return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
+
+    def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Decoding: add the new tokens' [B, D] to the rings; all window keys [B, W, D] and which of them are hidden."""
+        ring = self._ring(window_kv)
+        self._keep(window_kv)
+        return ring.read(self.step.ring_rows, window_kv.dtype), self.step.ring_hidden
+
+    def window_axis(self, window_kv: Tensor) -> tuple[Tensor, WindowAxis]:
+        """Keys [T', D] on the step's window axis; the new tokens' [T, D] are added to the rings."""
+        axis, keys, ring = self.step.axis, window_kv, self._ring(window_kv)
+        if len(axis.source) > len(axis.place):
+            past = ring.read(self.step.ring_rows.flatten(), window_kv.dtype)
+            keys = torch.cat([past, window_kv]).index_select(0, axis.source)
+        self._keep(window_kv)
+        return keys, axis
+
+    def _ring(self, window_kv: Tensor) -> Store:
+        ring = self.cache.window[self.layer]
+        ring.fit(len(self.cache.rows) * self.step.config.sliding_window, window_kv)
+        return ring
+
+    def _keep(self, window_kv: Tensor) -> None:
+        kept, places = self.step.ring_writes
+        self.cache.window[self.layer].write(places, window_kv.index_select(0, kept))

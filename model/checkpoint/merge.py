@@ -1,0 +1,79 @@
+"""The weighted average of checkpoints of one model, tensor by tensor; memory holds a few rows of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from model.backbone import allocate_model
+from model.checkpoint.checkpoint import SHARD_BYTES, open_checkpoint, parts, whole_folder, write_checkpoint
+from model.checkpoint.released import Source
+from model.config import ModelConfig
+
+Sources = Mapping[str, Source]  # every tensor of a checkpoint by its released name
+
+
+@contextmanager
+def open_folder(folder: str | Path) -> Iterator[Sources]:
+    """The tensors of a checkpoint folder, in the order of the model; drafter tensors (`mtp.*`) last. Raises what
+    `load_pretrained` raises.
+    """
+    config = ModelConfig.load(folder)
+    held = list(parts(allocate_model(config, None, None, "meta", torch.float32)))
+    with open_checkpoint(folder, config, held) as sources:
+        found = {source.name: source for source in sources}
+        yield {name: found[name] for name in dict.fromkeys([*(part.name for part in held), *found])}
+
+
+def merge_checkpoints(
+    checkpoints: Sequence[Sources],
+    weights: Sequence[float],
+    config: ModelConfig,
+    dst: str | Path,
+    format: Literal["plain", "released"] = "plain",
+    companions: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[int, list[str]]:
+    """Write the folder `dst`: every tensor is the sum of the checkpoints' tensors times `weights`, computed in fp64 and
+    rounded to the widest type that it is stored in among them. A checkpoint of weight 0 takes no part.
+
+    `checkpoints` hold the tensors of `config`'s model; drafter tensors are merged where all have them, else left out.
+    `companions`: name -> text of the small files beside the weights. Returns the bytes of all tensors and the names
+    left out. Raises ValueError for a value that is not finite; nothing is written then.
+    """
+    weighted = [(weight, sources) for weight, sources in zip(weights, checkpoints, strict=True) if weight]
+    shared = [name for name in checkpoints[0] if all(name in sources for sources in checkpoints)]
+    left_out = sorted({name for sources in checkpoints for name in sources} - set(shared))
+    own = [name for name in left_out if not name.startswith("mtp.")]
+    assert not own, f"not in every checkpoint: {own}"
+    merged = [_merged([(weight, sources[name]) for weight, sources in weighted]) for name in shared]
+    kept = {source.name for source in merged if source.kept is not None}
+    with whole_folder(Path(dst)) as work:
+        size = write_checkpoint(work, merged, kept, config, format, None, shard_bytes)
+        for name, text in (companions or {}).items():
+            (work / name).write_text(text, encoding="utf-8")
+    return size, left_out
+
+
+def _merged(weighted: list[tuple[float, Source]]) -> Source:
+    """One tensor. The scales it was once quantised with come along: whatever tile they still hold keeps its bytes."""
+    sources = [source for _, source in weighted]
+    first = sources[0]
+
+    def blocks() -> Iterator[Tensor]:
+        for pieces in zip(*(source.blocks() for source in sources), strict=True):
+            products = [piece.double() * weight for piece, (weight, _) in zip(pieces, weighted, strict=True)]
+            total = functools.reduce(torch.add, products)
+            if not total.isfinite().all():
+                raise ValueError(f"{first.name} of the merged checkpoint has a NaN or infinite value")
+            yield total
+
+    kept = first.kept if all(source.kept is not None for source in sources) else None
+    dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
+    return Source(first.name, first.shape, dtype, blocks, kept)

@@ -1,0 +1,367 @@
+"""The released layout on disk: which weights are quantised and how, and safetensors shards read and written in pieces.
+
+V4.1 report (arXiv 2609.19969), released config and weights. A quantised `X.weight` has its scales beside it as
+`X.scale`; everything else is bf16 or fp32. Which parameter has which name is in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.parallel.collective_errors import ALONE, gathered, together
+from model.parallel.ranks import Ranks
+from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, Packing, pack, unpack
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [32, 32],
+    "expert_dtype": "fp4",
+}
+_PACKINGS = (
+    (
+        re.compile(
+            r"(layers|mtp)\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]"
+            r"|engram\.wkv)\.weight|mtp\.\d+\.main_proj\.weight"
+        ),
+        FP8_TILES,
+    ),
+    (re.compile(r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w[123]\.weight"), FP4_ROWS),
+    (re.compile(r"layers\.\d+\.engram\.embed\.weight"), FP8_ROWS),
+)
+_DTYPES = {  # as safetensors spells them
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+}
+SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
+PLAIN = ("F32", "BF16", "F16")
+BLOCK = 2**20  # entries of a tensor that are worked on at a time
+
+
+def packing_of(name: str) -> Packing | None:
+    """How the released checkpoint stores the weight of this (released) name; None: not quantised."""
+    return next((packing for pattern, packing in _PACKINGS if pattern.fullmatch(name)), None)
+
+
+def scale_name(name: str) -> str:
+    """The name of a quantised weight's scales."""
+    return name.removesuffix(".weight") + ".scale"
+
+
+def is_quantised(config: dict[str, Any]) -> bool:
+    """Whether the weights beside this config.json (released shape) are quantised.
+
+    Raises ValueError that lists every value of `quantization_config` other than the released ones.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return False
+    if not isinstance(found, dict):
+        raise ValueError(f"quantization_config: must be a mapping, got {type(found).__name__}")
+    problems = [
+        f"quantization_config.{key}: is {found[key]!r}, must be {value!r}"
+        for key, value in QUANTIZATION.items()
+        if found.get(key, value) != value
+    ]
+    if "quant_method" not in found:
+        problems.append("quantization_config.quant_method: is missing, must be 'fp8'")
+    if problems:
+        raise ValueError("the checkpoint is quantised in a way that is not read here:\n  " + "\n  ".join(problems))
+    return True
+
+
+class Header(NamedTuple):
+    """What a shard's header says of a tensor; dtype as safetensors spells it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Every tensor of a checkpoint folder, from the shards' own headers, which must agree with the index.
+
+    Raises FileNotFoundError or ValueError that names what is missing, damaged or contradictory.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        listed = _weight_map(index)
+    elif (folder / SINGLE).is_file():
+        listed = None
+    else:
+        raise FileNotFoundError(f"{folder} holds neither {INDEX} nor {SINGLE} (weights in other formats are not read)")
+    found: dict[str, Header] = {}
+    for file in [SINGLE] if listed is None else sorted(set(listed.values())):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{index} names {file}, which does not exist")
+        for name, header in file_headers(folder / file).items():
+            if name in found:
+                raise ValueError(f"{name} is in both {found[name].path} and {folder / file}")
+            if listed is not None and name not in listed:
+                raise ValueError(f"{folder / file} holds {name}, which {index} does not list")
+            found[name] = header
+    for name, file in (listed or {}).items():
+        if name not in found or found[name].path.name != file:
+            raise ValueError(f"{index} places {name} in {file}, which does not hold it")
+    return found
+
+
+def file_headers(path: Path) -> dict[str, Header]:
+    """The tensors of one safetensors file. Raises ValueError that names a damaged or truncated file."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            slices = {name: shard.get_slice(name) for name in shard.keys()}
+            return {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no complete safetensors file: {error}") from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        usable = bool(listed) and all(isinstance(f, str) and Path(f).name == f for f in listed.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        usable = False
+    if not usable:
+        raise ValueError(f"{index} is damaged: it must map every tensor to a file beside it under 'weight_map'")
+    return listed
+
+
+class Source(NamedTuple):
+    """A tensor on its way from one place to another: `blocks()` are its rows from `start` on in order, a few at a time.
+
+    shape: of the whole tensor; this process may handle some of its rows, or none. dtype: what it is stored in when
+    nothing else is asked for. kept: the scales of those rows where it was stored quantised before.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Callable[[], Iterator[Tensor]]
+    kept: Callable[[], Tensor] | None = None
+    start: int = 0
+
+
+def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[slice]:
+    """Slices of the first axis (or of `rows` of it) of about `BLOCK` entries, in multiples of a tile's rows."""
+    rows = rows or slice(0, shape[0])
+    height = max(BLOCK // max(math.prod(shape[1:]), 1) // 32, 1) * 32
+    for start in range(rows.start, rows.stop, height):
+        yield slice(start, min(start + height, rows.stop))
+
+
+def tile_span(rows: slice, packing: Packing) -> slice:
+    """The rows of scales that belong to some rows of a matrix. They must begin with a tile."""
+    assert rows.start % packing.tile_rows == 0, "a tile cannot be split over processes"
+    return slice(rows.start // packing.tile_rows, -(-rows.stop // packing.tile_rows))
+
+
+class Shards:
+    """Reads tensors of safetensors files block by block. A context manager: the files stay open inside."""
+
+    def __init__(self, headers: dict[str, Header]):
+        self.headers = headers
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A stored tensor as it is, or some of its rows."""
+        path = self.headers[name].path
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
+
+    def plain(self, name: str, rows: slice | None = None) -> Source:
+        """A tensor stored without quantisation, or some of its rows."""
+        header = self.headers[name]
+
+        def blocks() -> Iterator[Tensor]:
+            if not header.shape:
+                yield self.read(name)
+            for part in row_blocks(header.shape, rows) if header.shape else ():
+                yield self.read(name, part)
+
+        return Source(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
+
+    def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> Source:
+        """A quantised weight, or some of its rows: fp32 blocks. Raises ValueError that names it if it holds a NaN or
+        infinite value.
+        """
+        path, _, (height, columns) = self.headers[name]
+        shape = (height, 2 * columns if packing.codes == torch.int8 else columns)
+        rows = rows or slice(0, height)
+
+        def blocks() -> Iterator[Tensor]:
+            for part in row_blocks(shape, rows):
+                values = unpack(self.read(name, part), self.read(scale_name(name), tile_span(part, packing)), packing)
+                if not values.isfinite().all():
+                    raise ValueError(f"{path}: {name} with {scale_name(name)} has a NaN or infinite value")
+                yield values
+
+        def kept() -> Tensor:
+            return self.read(scale_name(name), tile_span(rows, packing))
+
+        return Source(name, shape, torch.bfloat16, blocks, kept, rows.start)
+
+
+class Stored(NamedTuple):
+    """A tensor as it is to be written. `blocks()` are this process's rows of it, from `start` on, in order; they may be
+    made only when asked for.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    blocks: Callable[[], Iterator[Tensor]]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def first_byte(self) -> int:
+        return self.start * math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def packed(source: Source, packing: Packing) -> list[Stored]:
+    """A weight's codes and scales; the scales are made while the codes are written, which comes first."""
+    name, shape = source.name, source.shape
+    scales: list[Tensor] = []
+
+    def codes() -> Iterator[Tensor]:
+        kept, row = source.kept() if source.kept else None, 0
+        for block in source.blocks():
+            if not block.isfinite().all():
+                raise ValueError(f"{name} has a NaN or infinite value and cannot be quantised")
+            tiles = tile_span(slice(row, row + len(block)), packing)
+            part, scale = pack(block, packing, None if kept is None else kept[tiles].to(block.device))
+            scales.append(scale)
+            yield part
+            row += len(block)
+
+    def written() -> Iterator[Tensor]:
+        while scales:
+            yield scales.pop(0)
+
+    try:
+        codes_shape = packing.codes_shape(*shape)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    first = tile_span(slice(source.start, source.start), packing).start
+    return [
+        Stored(name, codes_shape, packing.codes, codes, source.start),
+        Stored(scale_name(name), packing.scale_shape(*shape), torch.float8_e8m0fnu, written, first),
+    ]
+
+
+def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: Ranks = ALONE) -> int:
+    """Write bundles of tensors into shards of at most `shard_bytes` (a larger bundle is alone) with an index, or into
+    the single file where one is enough. Tensors of a bundle stay together. Returns the bytes of all tensors.
+
+    Several processes give the same bundles, and each the rows that it is to write; the files are those that one process
+    would write. They write into the same files, so all of them must see the folder.
+    """
+    shards: list[list[Stored]] = [[]]
+    room = shard_bytes
+    for bundle in bundles:
+        size = sum(stored.nbytes for stored in bundle)
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1] += bundle
+        room -= size
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    write_files({folder / file: shard for file, shard in zip(names, shards, strict=True)}, ranks)
+    total = sum(stored.nbytes for shard in shards for stored in shard)
+    if len(shards) > 1 and ranks.rank == 0:
+        where = {stored.name: file for file, shard in zip(names, shards, strict=True) for stored in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def write_files(files: dict[Path, list[Stored]], ranks: Ranks = ALONE) -> None:
+    """Safetensors files, each process its own rows, block by block (the library's own writer wants all of a file in
+    memory). On the disk when this returns. Raises, in every process, if one of them fails or a row is nobody's.
+    """
+    layouts = {path: _layout(tensors) for path, tensors in files.items()}
+    with together(ranks):
+        if ranks.rank == 0:
+            for path, layout in layouts.items():
+                with open(path, "wb") as file:
+                    file.write(layout.header)
+                    file.truncate(layout.size)
+    with together(ranks):
+        written = sum(_fill(path, layout) for path, layout in layouts.items())
+    expected = sum(layout.size - len(layout.header) for layout in layouts.values())
+    assert sum(gathered(written, ranks)) == expected, "rows of a tensor were written by no process, or by two"
+
+
+class _Layout(NamedTuple):
+    """A file's first bytes, its size, and its tensors, each with the byte where it begins."""
+
+    header: bytes
+    size: int
+    tensors: list[tuple[Stored, int]]
+
+
+def _layout(tensors: list[Stored]) -> _Layout:
+    tensors = sorted(tensors, key=lambda stored: -stored.dtype.itemsize)  # aligned, and scales still after their codes
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for stored in tensors:
+        span = [end, end := end + stored.nbytes]
+        header[stored.name] = {"dtype": SPELLED[stored.dtype], "shape": list(stored.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    placed = [(stored, start + header[stored.name]["data_offsets"][0]) for stored in tensors]
+    return _Layout(len(text).to_bytes(8, "little") + text, start + end, placed)
+
+
+def _fill(path: Path, layout: _Layout) -> int:
+    """Write this process's rows into a file that has its size already. Returns their bytes."""
+    written = 0
+    with open(path, "r+b") as file:
+        for stored, begin in layout.tensors:
+            file.seek(begin + stored.first_byte)
+            for block in stored.blocks():
+                block = block.detach().to("cpu", stored.dtype).contiguous()
+                written += file.write(memoryview(block.flatten().view(torch.uint8).numpy()))
+            assert file.tell() <= begin + stored.nbytes, f"{stored.name}: too many rows"
+        file.flush()
+        os.fsync(file.fileno())
+    return written

@@ -1,0 +1,38 @@
+"""Agreement between processes that read or write a folder together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import all_gather_object
+
+from model.parallel.ranks import Ranks
+
+ALONE = Ranks()
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """What all ranks do, or none: when one raises, all raise once all are done, the others an OSError that says why."""
+    mine = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    reasons = gathered(None if mine is None else f"{type(mine).__name__}: {mine}", ranks)
+    if mine is not None:
+        raise mine
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise OSError(f"rank {rank} failed: {reason}")
+
+
+def gathered(value: Any, ranks: Ranks) -> list[Any]:
+    """Every rank's value."""
+    values = [value]
+    if ranks.size > 1:
+        values = [None] * ranks.size
+        all_gather_object(values, value, group=ranks.group)
+    return values

@@ -1,0 +1,137 @@
+"""Tables whose rows may lie on several ranks: the token embedding, the Engram tables, the head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.parallel.ranks import Ranks, Shard, exchange, exchange_counts, row_shard
+from model.precision import without_autocast
+
+
+class Lookup(NamedTuple):
+    """Rows of a table: `values` [U, dim], and where among them each row asked for is, `index` int64 of any shape. With
+    `work` they are still on their way: use what `arrived` returns.
+    """
+
+    values: Tensor
+    index: Tensor
+    work: dist.Work | None = None
+
+    def arrived(self) -> Lookup:
+        if self.work is not None:
+            self.work.wait()
+        return self._replace(work=None)
+
+    def rows(self) -> Tensor:
+        """[*index.shape, dim]."""
+        return F.embedding(self.index, self.values)
+
+
+class Table(nn.Embedding):
+    """This rank's rows of an embedding of `rows` rows."""
+
+    def __init__(self, rows: int, dim: int, ranks: Ranks):
+        shard = row_shard(rows, ranks)
+        super().__init__(len(shard), dim)
+        self.shard = shard
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 of any shape -> [*ids.shape, dim]."""
+        return self.look_up(ids).arrived().rows()
+
+    def look_up(self, ids: Tensor) -> Lookup:
+        """Fetch the rows `ids` of the whole table, each once, from the ranks that hold them. All ranks must take part.
+
+        The rows arrive while other work goes on. Their gradients return to the owners, summed here first.
+        """
+        shard = self.shard
+        if shard.ranks.size == 1:
+            return Lookup(self.weight, ids)
+        wanted, index = ids.unique(return_inverse=True)
+        counts = torch.bincount(wanted // shard.height, minlength=shard.ranks.size)
+        _, send, receive = exchange_counts(counts, shard.ranks)
+        (asked,) = exchange((wanted,), send, receive, shard.ranks)
+        self._check(asked)
+        works: list[dist.Work] = []
+        values = _Fetch.apply(self.weight, asked - shard.start, receive, send, shard.ranks, works)
+        return Lookup(values, index, works[0])
+
+    def _check(self, asked: Tensor) -> None:
+        """Raise RuntimeError if other ranks ask for rows that are not here."""
+        wrong = asked[(asked < self.shard.start) | (asked >= self.shard.stop)]
+        if len(wrong):
+            ranks = self.shard.ranks
+            raise RuntimeError(
+                f"{ranks.name(ranks.rank)} was asked for row {int(wrong[0])} of a table of {self.shard.total} rows, of "
+                f"which it holds [{self.shard.start}, {self.shard.stop}); the ranks are out of step"
+            )
+
+
+class _Fetch(torch.autograd.Function):
+    """Rows of the shard `weight` that each rank asked for -> rows asked for here. `works` gets what to wait for."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, rows: Tensor, send: list[int], receive: list[int], ranks: Ranks, works: list):
+        ctx.save_for_backward(rows)
+        ctx.height, ctx.send, ctx.receive, ctx.ranks = len(weight), send, receive, ranks
+        out = weight.new_empty(sum(receive), weight.shape[1])
+        found = weight.index_select(0, rows)
+        works.append(dist.all_to_all_single(out, found, receive, send, group=ranks.group, async_op=True))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (rows,) = ctx.saved_tensors
+        (grad,) = exchange((grad,), ctx.receive, ctx.send, ctx.ranks)
+        return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.height, -1, False), *(None,) * 5
+
+
+class Head(nn.Linear):
+    """This rank's rows of a head that scores `rows` tokens."""
+
+    def __init__(self, dim: int, rows: int, ranks: Ranks):
+        shard = row_shard(rows, ranks)
+        super().__init__(dim, len(shard), bias=False)
+        self.shard = shard
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> logits fp32 [..., rows]."""
+        return logits(hidden, self.whole())
+
+    def whole(self) -> Tensor:
+        """The weight [rows, dim] of all ranks, which must all take part. Its gradient is summed over the ranks."""
+        return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
+
+
+@without_autocast
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [..., V] of hidden [..., d] and weight [V, d] of any type (released inference code)."""
+    return F.linear(hidden.float(), weight.float())
+
+
+class _Gather(torch.autograd.Function):
+    """Shards -> whole; the gradient goes back as a sum over the ranks, taken in their order."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, shard: Shard) -> Tensor:
+        ctx.shard = shard
+        out = weight.new_empty(shard.ranks.size * shard.height, weight.shape[1])
+        dist.all_gather_single(out, _padded(weight, shard.height), group=shard.ranks.group)
+        return out[: shard.total]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        shard = ctx.shard
+        grad = _padded(grad, shard.ranks.size * shard.height)
+        parts = torch.empty_like(grad)
+        dist.all_to_all_single(parts, grad, group=shard.ranks.group)
+        return parts.unflatten(0, (shard.ranks.size, -1)).sum(0)[: len(shard)], None
+
+
+def _padded(rows: Tensor, height: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, height - len(rows))).contiguous()

@@ -1,0 +1,98 @@
+"""``init_from``: a run that begins with the weights, the model and the tokenizer of a checkpoint.
+
+What can be named: a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``;
+quantised or not; a run's ``export`` is one), a run directory, or one of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from model import ModelConfig, load_weights, open_folder
+from model.checkpoint.released import Source
+from train.checkpoint import run_state
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint to begin from: its folder, its model's configuration and the file of its tokenizer."""
+
+    folder: Path
+    model: dict[str, Any]
+    tokenizer: Path
+
+    def tokens(self) -> dict[str, Any]:
+        """What makes the ids of a text; exports have a post-processor besides, which a run's own file lacks."""
+        found = json.loads(self.tokenizer.read_text(encoding="utf-8"))
+        return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+
+
+def find_origin(name: str) -> Origin:
+    """The checkpoint that ``init_from`` names. Only the small files are read.
+
+    Raises:
+        ValueError: it is none, is incomplete, or its configuration cannot be used.
+    """
+    folder = Path(name).expanduser()
+    newest = run_state.latest(folder / "checkpoints")
+    if _is_released(folder):
+        model, tokenizer = ModelConfig.load(folder).to_dict(), folder / "tokenizer.json"
+    elif newest or (folder / "state.json").is_file():
+        folder = newest or folder
+        run = folder.resolve().parent.parent
+        if _has_adapter(run):
+            raise ValueError(f"{folder} holds an adapter alone; name the export of its run, {run / 'export'}")
+        model, tokenizer = run_state.model_config(folder), run / "tokenizer.json"
+    else:
+        what = "holds neither config.json nor state.json" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {what}; name a checkpoint folder, a run directory or one of its checkpoints")
+    if not tokenizer.is_file():
+        raise ValueError(f"{tokenizer} does not exist; the weights are of no use without their tokenizer")
+    return Origin(folder, model, tokenizer)
+
+
+def load_origin(model: torch.nn.Module, name: str) -> Path:
+    """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start anew.
+
+    Raises:
+        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+    """
+    folder = find_origin(name).folder
+    if not _is_released(folder):
+        run_state.load_model(folder, model)
+        return folder
+    try:
+        load_weights(model, folder)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return folder
+
+
+@contextmanager
+def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
+    """Its tensors under their released names, in the order of the model, read a few rows at a time.
+
+    Raises:
+        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+    """
+    with open_folder(origin.folder) if _is_released(origin.folder) else run_state.open_model(origin.folder) as tensors:
+        yield tensors
+
+
+def _has_adapter(run: Path) -> bool:
+    """Whether a run directory's checkpoints hold an adapter without the weights that it belongs to."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return bool(settings.get("lora", {}).get("targets"))
+
+
+def _is_released(folder: Path) -> bool:
+    return (folder / "config.json").is_file()

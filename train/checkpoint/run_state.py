@@ -1,0 +1,435 @@
+"""The run state on disk: written whole or not at all by any number of processes, read back into any layout.
+
+``<run>/checkpoints/step-00000100/`` holds the tensors (``storage.py``) and ``state.json``: counters, data
+position, model configuration and the optimizer's method for every parameter. The tensors are ``model.<name>``,
+``optimizer.<name>.<key>``, ``scales.<name>`` (``model.released_scales``) and ``random.<rank>``, each under its whole
+shape whoever holds which rows. A folder gets its final name only after everything in it has reached the disk, so every
+folder of that name is complete. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import ModelConfig
+from model.backbone import allocate_model
+from model.checkpoint.checkpoint import allocate_scales, parts, released_names, scale_parts
+from model.checkpoint.released import Source, row_blocks
+from model.parallel.ranks import Shard
+from optim.ownership import share_out
+from train.checkpoint import storage
+from train.checkpoint.storage import CheckpointError, Index, Spread
+
+FORMAT = 2
+MODEL, SCALES, OPTIMIZER, RANDOM = "model.", "scales.", "optimizer.", "random."
+NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass
+class State:
+    """The counters of a run; the rest of what resumes lives in model, optimizer, data loader and random generators."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # real tokens trained on
+    seconds: float = 0.0  # spent in training steps, over all restarts
+    first_valid: dict[str, Any] | None = None  # evaluation before the first step
+    last_valid: dict[str, Any] | None = None
+
+
+class Background:
+    """Writes checkpoints while training goes on, at most one at a time. A context manager: its end waits.
+
+    A checkpoint is copied into host memory (pinned, for a GPU), which is kept for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._buffers: dict[str, dict[int, Tensor]] = {}
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except BaseException:
+            if kind is None:  # else the run has failed by itself, and says why
+                raise
+
+    def check(self) -> None:
+        """Raise what went wrong in the checkpoint before, as soon as that is known. For every step."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+    def start(self, tensors: dict[str, Spread], write: Callable[[dict[str, Spread]], None]) -> None:
+        """Copy the tensors, then ``write`` the copies in a thread. `wait` first."""
+        copies = {name: spread.copied(self._buffers.setdefault(name, {})) for name, spread in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+        def work() -> None:
+            try:
+                write(copies)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+
+def save(
+    directory: Path,
+    state: State,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: dict[str, Any],
+    model_config: dict[str, Any],
+    keep: int,
+    background: Background | None = None,
+) -> Path:
+    """Write the run state below ``directory``, then delete all but the ``keep`` newest. Returns the folder.
+
+    All ranks call it together. A step that is on the disk already is left as it is. With ``background`` only a copy is
+    made before this returns; the folder appears later, and what goes wrong is raised by ``background``.
+
+    Raises:
+        OSError: the disk is full or refuses; nothing is left behind, in no rank.
+    """
+    if background is not None:
+        background.wait()
+    final = directory / f"step-{state.step:08d}"
+    if _agreed(final.exists()):
+        return final
+    methods = {name: method for name, method, _ in _named(optimizer)}
+    manifest = {"format": FORMAT, "state": asdict(state), "data": data, "model": model_config, "optimizer": methods}
+    text = json.dumps(manifest, indent=1)
+
+    def finish(folder: Path, index: Index) -> None:
+        lacking = [name for name, entry in index.items() if name.startswith(MODEL) and not storage.complete(entry)]
+        assert not lacking, f"no rank holds all rows of {lacking[0]}"
+        (folder / "state.json").write_text(text, encoding="utf-8")
+
+    def write(tensors: dict[str, Spread]) -> None:
+        storage.save(final, tensors, finish)
+        if storage.rank() == 0:
+            prune(directory, keep)
+
+    tensors = _share(_model_tensors(model) | _scale_tensors(model)) | _optimizer_tensors(optimizer)
+    tensors[f"{RANDOM}{storage.rank()}"] = Spread.whole(_tensor(json.dumps(random_state()).encode()))
+    if background is None:
+        write(tensors)
+    else:
+        storage.group()  # made by all ranks together, so not in a thread
+        background.start(tensors, write)
+    return final
+
+
+def load(
+    folder: Path,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    set_data: Callable[[dict[str, Any]], None],
+    model_config: dict[str, Any],
+) -> State:
+    """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; the counters
+    are returned. All ranks call it together. A rank that was not there before keeps its random generators.
+
+    Raises:
+        CheckpointError: the folder is damaged, or belongs to another model, or to other methods; the message names the
+            first difference.
+    """
+    manifest, index = _read_manifest(folder), storage.read_index(folder)
+    difference = first_difference(_as_today(manifest["model"]), model_config)
+    if difference:
+        raise CheckpointError(
+            f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
+        )
+    _check_methods(folder, manifest["optimizer"], optimizer)
+    load_model(folder, model)
+    _load_optimizer(folder, optimizer, index)
+    _load_random_state(folder, index)
+    set_data(manifest["data"])
+    return State(**manifest["state"])
+
+
+def load_model(folder: Path, model: torch.nn.Module) -> None:
+    """Restore parameters, buffers and kept scales alone. All ranks call it together.
+
+    Raises ``CheckpointError`` for other names, shapes or types; nothing is changed then.
+    """
+    _read_manifest(folder)
+    index = storage.read_index(folder)
+    wanted = _model_tensors(model)
+    _check_tensors(folder, index, wanted)
+    allocate_scales(model, {name.removeprefix(SCALES) for name in index if name.startswith(SCALES)})
+    storage.load(folder, wanted | _scale_tensors(model), index)
+
+
+@contextmanager
+def open_model(folder: Path) -> Iterator[dict[str, Source]]:
+    """The weights of a checkpoint under their released names, in the order of the model, read a few rows at a time.
+
+    Raises ``CheckpointError`` if the folder is damaged or does not hold its own model.
+    """
+    index = storage.read_index(folder)
+    config = ModelConfig.from_dict(model_config(folder))
+    skeleton = allocate_model(config, None, None, "meta", torch.float32)
+    _check_tensors(folder, index, _model_tensors(skeleton))
+    shapes = {part.name: part.shape for part in parts(skeleton)}
+    with storage.open_rows(folder, index) as read:
+        found = {}
+        for name, tensor in skeleton.state_dict().items():
+            for place, released in enumerate(released_names(name, tensor.shape)):
+                expert = place if len(shapes[released]) < tensor.dim() else None
+                found[released] = _source(released, f"{MODEL}{name}", expert, index, read)
+        yield found
+
+
+def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> Source:
+    """One released tensor out of what was saved: all of an entry, or one expert of a stack."""
+    dtype, shape, _ = index[entry]
+
+    def blocks() -> Iterator[Tensor]:
+        if expert is not None:
+            matrix = read(entry, slice(expert, expert + 1))[0]
+            yield from (matrix[rows] for rows in row_blocks(tuple(matrix.shape)))
+        elif not shape:
+            yield read(entry)
+        else:
+            yield from (read(entry, rows) for rows in row_blocks(shape))
+
+    scales = f"{SCALES}{name}"
+    kept = (lambda: read(scales)) if scales in index else None
+    return Source(name, shape if expert is None else shape[1:], dtype, blocks, kept)
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the model in a checkpoint."""
+    return _read_manifest(folder)["model"]
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = _complete(directory)
+    return found[-1] if found else None
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the ``keep`` newest checkpoints, and what an interrupted write left behind."""
+    for folder in [*_complete(directory)[:-keep], *directory.glob(".tmp-*")]:
+        shutil.rmtree(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file whole or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
+    """Where two plain configurations differ first, in words; None if they are equal."""
+    if isinstance(saved, Mapping) and isinstance(wanted, Mapping):
+        for name in [*wanted, *(name for name in saved if name not in wanted)]:
+            found = first_difference(saved.get(name), wanted.get(name), f"{key}.{name}")
+            if found:
+                return found
+        return None
+    return None if saved == wanted else f"{key} is {saved!r} there and {wanted!r} here"
+
+
+def _as_today(model: dict[str, Any]) -> dict[str, Any]:
+    """A saved model configuration with the defaults of keys that there were none of then."""
+    try:
+        return ModelConfig.from_dict(model).to_dict()
+    except ValueError:  # it has others, which the comparison names
+        return model
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator a step could draw from, as JSON has it."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state().numpy()).hex() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Undo what was drawn since ``random_state``."""
+    version, internal, gauss = state["python"]
+    name, keys, *rest = state["numpy"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor(bytes.fromhex(state["torch"])))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(bytes.fromhex(state["cuda"])))
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _agreed(found: bool) -> bool:
+    """What rank 0 found: file systems show a change to some hosts later than to others."""
+    answer = [found]
+    if (group := storage.group()) is not None:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    return answer[0]
+
+
+def _spread(tensor: Tensor) -> Spread:
+    """A parameter or buffer: the rows that ``parameter.shard`` says, else all of it."""
+    shard = getattr(tensor, "shard", None)
+    if shard is None:
+        return Spread.whole(tensor)
+    return _rows(tensor, shard)
+
+
+def _rows(tensor: Tensor, shard: Shard) -> Spread:
+    return Spread.rows(tensor, shard.start, shard.total, shard.ranks.size)
+
+
+def _share(tensors: dict[str, Spread]) -> dict[str, Spread]:
+    """Of what several ranks hold alike, what this one writes: a copy for the background is of nothing more. Ranks that
+    split a tensor are consecutive, and all of a set of them write their parts of it, or none.
+    """
+    share = {}
+    for number in {spread.parts for spread in tensors.values()}:
+        alike = {name: spread for name, spread in tensors.items() if spread.parts == number}
+        sizes = [math.prod(spread.shape) * spread.dtype.itemsize for spread in alike.values()]
+        writers = share_out(sizes, storage.size() // number)
+        mine = storage.rank() // number
+        share |= {name: alike[name] for name, writer in zip(alike, writers, strict=True) if writer == mine}
+    return share
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+    return {f"{MODEL}{name}": _spread(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _scale_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+    return {
+        f"{SCALES}{part.name}": Spread.rows(part.tensor, part.start, part.shape[0], part.copies.size)
+        for part in scale_parts(model)
+    }
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(name, method, parameter) of everything the optimizer knows."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            yield name, group["method"], parameter
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
+    """The state of the parameters this rank updates; a step count is a 0-d tensor."""
+    tensors = {}
+    for name, _, parameter in _named(optimizer):
+        shard = getattr(parameter, "shard", None)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            value = torch.as_tensor(value)
+            whole = shard is None or not value.shape
+            tensors[f"{OPTIMIZER}{name}.{key}"] = Spread.whole(value) if whole else _rows(value, shard)
+    return tensors
+
+
+def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index) -> None:
+    """Replace the optimizer's state. Rows that nobody had a state of begin with zeros, as at their first step."""
+    keys: dict[str, list[str]] = {}
+    for entry in index:
+        if entry.startswith(OPTIMIZER):
+            name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
+            keys.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    for name, _, parameter in _named(optimizer):
+        for key in keys.get(name, ()) if optimizer.owns(parameter) else ():
+            dtype, shape, _ = index[f"{OPTIMIZER}{name}.{key}"]
+            like = parameter.shape if shape else ()
+            optimizer.state[parameter][key] = torch.zeros(like, dtype=dtype, device=parameter.device)
+    storage.load(folder, _optimizer_tensors(optimizer), index)
+    for state in optimizer.state.values():
+        state.update({key: int(value) for key, value in state.items() if not value.shape})
+
+
+def _load_random_state(folder: Path, index: Index) -> None:
+    name = f"{RANDOM}{storage.rank()}"
+    found = {name: Spread.whole(torch.zeros(index[name].shape, dtype=torch.uint8))} if name in index else {}
+    storage.load(folder, found, index)
+    if found:
+        set_random_state(json.loads(bytes(found[name].pieces[0].numpy())))
+
+
+def _complete(directory: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
+    found = [(int(match[1]), path) for path in directory.glob("step-*") if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "state.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = manifest.get("format")
+    except (OSError, ValueError, AttributeError) as error:
+        raise storage.damaged(path, error) from None
+    if found != FORMAT:
+        advice = "Continue with the version that wrote it, or begin from its export"
+        raise CheckpointError(f"{folder} has checkpoint format {found}, this version reads format {FORMAT}. {advice}")
+    return manifest
+
+
+def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, Spread]) -> None:
+    for entry in [*wanted, *(name for name in index if name.startswith(MODEL))]:
+        there, here, name = index.get(entry), wanted.get(entry), entry.removeprefix(MODEL)
+        if there is None or here is None:
+            where = "here" if there is None else "there"
+            raise CheckpointError(f"{folder} holds another model: tensor {name} is only {where}")
+        if there.shape != here.shape or there.dtype != here.dtype:
+            shown = f"{list(there.shape)} {there.dtype} there and {list(here.shape)} {here.dtype} here"
+            raise CheckpointError(f"{folder} holds another model: tensor {name} is {shown}")
+        if not storage.complete(there):
+            raise storage.damaged(folder / storage.INDEX, ValueError(f"rows of {name} are missing"))
+
+
+def _check_methods(folder: Path, saved: Mapping[str, str], optimizer: torch.optim.Optimizer) -> None:
+    here = {name: method for name, method, _ in _named(optimizer)}
+    problems = [
+        f"{name}: {saved.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in [*here, *(name for name in saved if name not in here)]
+        if saved.get(name) != here.get(name)
+    ]
+    if problems:
+        raise CheckpointError(f"{folder} was trained by other methods:\n  " + "\n  ".join(problems))

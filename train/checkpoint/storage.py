@@ -1,0 +1,456 @@
+"""Tensors spread over ranks, on disk: torch.distributed.checkpoint (DCP) over safetensors files and a JSON index.
+
+DCP plans who writes what, and which saved pieces a process of another layout reads. Its own storage keeps the plan as a
+pickle, and reads it as one; here nothing is ever unpickled. Nor are tensors wrapped as DTensors: a piece says itself
+which rows of the whole it is (`Spread`), which works without a process group, and where a rank holds several.
+
+A folder holds ``rank-00000.safetensors`` for every rank that had something to write, and ``tensors.json``: for every
+tensor its type, its shape and its chunks (first row, rows, file). A chunk that is not the whole tensor is stored under
+``name[first:end]``. A folder gets its name only after all ranks' files have reached the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from model.checkpoint.released import SPELLED, Header, Shards, Stored, file_headers, row_blocks, write_files
+from model.parallel.ranks import Ranks
+from train.errors import InputError
+
+INDEX = "tensors.json"
+NAMED = {name: dtype for dtype, name in SPELLED.items()}
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one process
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be used; the message names the file and the first thing that is wrong."""
+
+
+@dataclasses.dataclass
+class Spread:
+    """What this process has of a tensor that is split along its first axis: pieces, each with its first row.
+
+    DCP's protocol for tensors of one's own (the methods with underscores, and ``size``).
+    """
+
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    pieces: dict[int, Tensor]
+    parts: int = 1  # ranks that the whole is split over
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Spread:
+        return cls(tuple(tensor.shape), tensor.dtype, {0: tensor.detach()})
+
+    @classmethod
+    def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> Spread:
+        """A tensor that is the rows from ``start`` on of ``total``, which are split over ``parts`` ranks."""
+        shape = (total, *tensor.shape[1:])
+        return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
+
+    def copied(self, buffers: dict[int, Tensor]) -> Spread:
+        """The same in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
+        for start, piece in self.pieces.items():
+            buffer = buffers.get(start)
+            if buffer is None or buffer.shape != piece.shape:
+                buffers[start] = torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda)
+            buffers[start].copy_(piece, non_blocking=True)
+        return dataclasses.replace(self, pieces={start: buffers[start] for start in self.pieces})
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def _chunk(self, start: int) -> ChunkStorageMetadata:
+        offsets = torch.Size([start, *(0 for _ in self.shape[1:])] if self.shape else [])
+        return ChunkStorageMetadata(offsets, self.pieces[start].shape)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        items = []
+        for start in self.pieces:
+            chunk = self._chunk(start)
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(start) for start in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.offset[0] if index.offset else 0]
+
+
+class Chunk(NamedTuple):
+    """Rows of a tensor in a file."""
+
+    start: int
+    rows: int
+    file: str
+
+
+class Entry(NamedTuple):
+    """A tensor of a folder."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+Index = dict[str, Entry]
+
+
+def save(final: Path, tensors: Mapping[str, Spread], finish: Callable[[Path, Index], None]) -> None:
+    """Write this process's pieces; all ranks call it together. What several have, one writes.
+
+    ``finish(folder, index)`` runs in rank 0 once every rank's tensors are on the disk: small files belong there. Then
+    the folder gets its name. If anything fails in any rank, nothing is left and all ranks raise.
+
+    Raises:
+        OSError: the disk is full or refuses.
+    """
+    writer = _Writer(final, finish)
+    with _failures(), _removed_on_failure(writer):
+        dcp.save(
+            dict(tensors), storage_writer=writer, planner=_SavePlanner(flatten_state_dict=False), process_group=group()
+        )
+
+
+def load(folder: Path, tensors: Mapping[str, Spread], index: Index) -> None:
+    """Fill this process's pieces from the rows that were saved, whoever saved them; all ranks call it together.
+
+    ``tensors`` name entries of ``index``, in their shapes. Rows that nobody saved are left as they are.
+
+    Raises:
+        CheckpointError: a file is damaged or missing; the message names it.
+    """
+    with _failures():
+        dcp.load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), process_group=group())
+
+
+def read_index(folder: Path) -> Index:
+    """Every tensor of a folder.
+
+    Raises:
+        CheckpointError: ``tensors.json`` is missing or damaged.
+    """
+    path = folder / INDEX
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            name: Entry(NAMED[dtype], tuple(shape), [Chunk(*chunk) for chunk in chunks])
+            for name, (dtype, shape, chunks) in raw.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, error) from None
+
+
+@contextmanager
+def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | None], Tensor]]:
+    """Read rows of saved tensors one call at a time, in one process: ``read(name, rows)``; None: all of it.
+
+    Raises:
+        CheckpointError: a file is damaged or missing; the message names it.
+    """
+    files = sorted({chunk.file for entry in index.values() for chunk in entry.chunks})
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            headers |= file_headers(folder / file)
+        except (OSError, ValueError) as error:
+            raise damaged(folder / file, error) from None
+    for name, (dtype, shape, chunks) in index.items():
+        for chunk in chunks:
+            key, wanted = _key(name, shape, chunk.start, chunk.rows), (chunk.rows, *shape[1:]) if shape else ()
+            if key not in headers or headers[key][1:] != (SPELLED[dtype], wanted):
+                raise damaged(folder / chunk.file, ValueError(f"it does not hold {key} as {INDEX} says"))
+    with Shards(headers) as shards:
+
+        def read(name: str, rows: slice | None = None) -> Tensor:
+            entry = index[name]
+            if not entry.shape:
+                return shards.read(name)
+            first, end = (rows.start, rows.stop) if rows else (0, entry.shape[0])
+            pieces = []
+            for chunk in sorted(entry.chunks):
+                stop = min(end, chunk.start + chunk.rows)
+                if chunk.start <= first < stop:
+                    key = _key(name, entry.shape, chunk.start, chunk.rows)
+                    pieces.append(shards.read(key, slice(first - chunk.start, stop - chunk.start)))
+                    first = stop
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+        yield read
+
+
+def complete(entry: Entry) -> bool:
+    """Whether the chunks hold every row of the tensor."""
+    end = 0
+    for chunk in sorted(entry.chunks):
+        if chunk.start > end:
+            return False
+        end = max(end, chunk.start + chunk.rows)
+    return bool(entry.chunks) and (not entry.shape or end >= entry.shape[0])
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """What to say of a file that cannot be read."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    advice = f"Delete {path.parent} to continue from the checkpoint before it"
+    return CheckpointError(f"{path} cannot be read: {reason}. {advice}")
+
+
+def group() -> dist.ProcessGroup | None:
+    """The processes of this run, by way of the CPU; None if this is the only one. All ranks call it together first."""
+    return _cpu_group(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@cache
+def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Checkpoints are written beside the training steps, so they must not share their group."""
+    return dist.new_group(backend="gloo")
+
+
+def rank() -> int:
+    """This process's place among all."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def ranks() -> Ranks:
+    """This process among all, as `model` takes it. All ranks call it together first."""
+    return Ranks(group(), rank(), size())
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise what went wrong in the first rank that failed, in place of DCP's collection of tracebacks."""
+    try:
+        yield
+    except CheckpointException as collected:
+        place, (error, _) = min(collected.failures.items())
+        if isinstance(error, (CheckpointError, OSError)):
+            raise error from None
+        raise RuntimeError(f"checkpoint: rank {place} failed: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _removed_on_failure(writer: _Writer) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        raise
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """DCP's own, but that rows may be missing: some have no optimizer state yet."""
+        return dcp.default_planner.create_default_global_save_plan(dedup_save_plans(all_plans))
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        return dcp.default_planner.create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+def _key(name: str, shape: tuple[int, ...], start: int, rows: int) -> str:
+    return name if not shape or rows == shape[0] else f"{name}[{start}:{start + rows}]"
+
+
+def _blocks(planner: dcp.SavePlanner, item: WriteItem) -> Iterator[Tensor]:
+    tensor = planner.resolve_data(item)
+    for rows in row_blocks(tuple(tensor.shape)) if tensor.dim() else (...,):
+        yield tensor[rows]
+
+
+def _span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """First row and number of rows of a chunk; a tensor without axes counts as one row."""
+    return (offsets[0], sizes[0]) if sizes else (0, 1)
+
+
+class _Writer(StorageWriter):
+    def __init__(self, final: Path, finish: Callable[[Path, Index], None]):
+        self.final, self.folder = final, final.parent / f".tmp-{final.name}"
+        self._finish = finish
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        files = [f"rank-{number:05d}.safetensors" for number in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=file) for plan, file in zip(plans, files, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        stored, results = [], []
+        for item in plan.items:
+            data = item.tensor_data
+            sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
+            key = _key(item.index.fqn, whole, *_span(data.chunk.offsets, sizes))
+            stored.append(Stored(key, sizes, data.properties.dtype, partial(_blocks, planner, item)))
+            results.append(WriteResult(item.index, stored[-1].nbytes, plan.storage_data))
+        if stored:
+            path = self.folder / plan.storage_data
+            try:
+                write_files({path: stored})
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise OSError(f"{self.final} cannot be written: {path.name}: {reason}. Is the disk full?") from error
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = {result.index: result.storage_data for written in results for result in written}
+        index: Index = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            chunks = [
+                Chunk(*_span(chunk.offsets, chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
+                for chunk in entry.chunks
+            ]
+            index[name] = Entry(entry.properties.dtype, tuple(entry.size), sorted(chunks))
+        raw = {name: (SPELLED[dtype], shape, chunks) for name, (dtype, shape, chunks) in index.items()}
+        try:
+            (self.folder / INDEX).write_text(json.dumps(raw), encoding="utf-8")
+            self._finish(self.folder, index)
+            for path in [*self.folder.iterdir(), self.folder]:
+                fsync(path)
+            os.rename(self.folder, self.final)
+            fsync(self.final.parent)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(f"{self.final} cannot be written: {reason}. Is the disk full?") from error
+
+
+class _Reader(StorageReader):
+    def __init__(self, folder: Path, index: Index):
+        self.folder, self.index = folder, index
+        self._headers: dict[str, dict[str, Header]] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def read_metadata(self) -> Metadata:
+        entries = {}
+        for name, entry in self.index.items():
+            rest = entry.shape[1:]
+            chunks = [
+                ChunkStorageMetadata(
+                    torch.Size([chunk.start, *(0 for _ in rest)] if entry.shape else []),
+                    torch.Size([chunk.rows, *rest] if entry.shape else []),
+                )
+                for chunk in entry.chunks
+            ]
+            entries[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            chunk = self.index[item.storage_index.fqn].chunks[item.storage_index.index]
+            by_file.setdefault(chunk.file, []).append((item, chunk))
+        for file, items in by_file.items():
+            path = self.folder / file
+            try:
+                headers = file_headers(path)
+                with safe_open(path, framework="pt") as opened:
+                    for item, chunk in items:
+                        self._read(opened, headers, item, chunk, planner.resolve_tensor(item))
+            except (OSError, ValueError, SafetensorError) as error:
+                raise damaged(path, error) from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, opened: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
+        """Copy some rows of a chunk, a few at a time."""
+        name = item.storage_index.fqn
+        dtype, shape, _ = self.index[name]
+        key = _key(name, shape, chunk.start, chunk.rows)
+        if key not in headers:
+            raise ValueError(f"it does not hold {key}, which {INDEX} places there")
+        wanted = (chunk.rows, *shape[1:]) if shape else ()
+        if headers[key].dtype != SPELLED[dtype] or headers[key].shape != wanted:
+            raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, not as {INDEX} says")
+        if not shape:
+            target.copy_(opened.get_tensor(key))
+            return
+        first = item.storage_offsets[0]
+        for rows in row_blocks(tuple(item.lengths)):
+            target[rows].copy_(opened.get_slice(key)[first + rows.start : first + rows.stop])

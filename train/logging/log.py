@@ -1,0 +1,262 @@
+"""Where the numbers of a run go: a log line a step, ``metrics.jsonl``, ``loss.png``, a bar on a terminal, and W&B."""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from train.checkpoint.run_state import State, write_text
+from train.config.schema import Config, to_dict
+
+
+class Reporter:
+    """Writes every record of a run to every place that was asked for.
+
+    A resumed run continues the files of the run directory: records of steps after the resumed one, which will be
+    repeated, are dropped first. W&B's own id of the run is kept there too, so that every later process continues it.
+    """
+
+    picture = "loss.png"
+
+    def __init__(self, config: Config, state: State):
+        self.directory = config.run_dir
+        self.total_tokens = config.task.tokens
+        self.records = self._reopen(state.step)
+        self.jsonl = open(self.directory / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
+        self.console = Console(soft_wrap=True, highlight=False, markup=False)
+        self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
+        self.wandb = _start_wandb(config) if config.logger.wandb else None
+
+    def log(self, line: str) -> None:
+        """A line for people, on the screen and in ``train.log``."""
+        self.console.print(line)
+        self.text.write(line + "\n")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """The numbers of one optimizer step."""
+        self.log(self.step_line(record))
+        self._record({"kind": "train", **record})
+        if self.bar is not None:
+            loss, done = record.get("loss"), min(record["tokens"], self.total_tokens)
+            numbers = {"loss": math.nan if loss is None else loss, "speed": record["tokens_per_second"]}
+            self.bar.update(self.task, completed=done, **numbers)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """The numbers of one evaluation."""
+        self.log(self.evaluation_line(record))
+        self._record({"kind": "valid", **record})
+        self.plot()
+
+    def plot(self) -> Path:
+        """Draw the picture of everything recorded so far."""
+        path = self.directory / self.picture
+        self.draw(self.records, path)
+        return path
+
+    def step_line(self, record: Mapping[str, Any]) -> str:
+        return step_line(record)
+
+    def evaluation_line(self, record: Mapping[str, Any]) -> str:
+        return evaluation_line(record)
+
+    def draw(self, records: list[dict[str, Any]], path: Path) -> None:
+        plot_losses(records, path)
+
+    def stop_bar(self) -> None:
+        """Take the bar off the screen's last line; training is over."""
+        if self.bar is not None:
+            self.bar.stop()
+
+    def close(self) -> None:
+        """Flush and close every place."""
+        self.stop_bar()
+        if self.wandb is not None:
+            self.wandb.finish()
+        self.jsonl.close()
+        self.text.close()
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self.jsonl.write(json.dumps(record) + "\n")
+        if self.wandb is not None:
+            kind = record["kind"]
+            flat = {f"{kind}/{key}": value for key, value in _scalars(record)}
+            self.wandb.log({**flat, "step": record["step"], "tokens": record["tokens"]})
+
+    def _reopen(self, step: int) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return []
+        records = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a killed process
+                continue
+            if 0 < step >= record["step"]:
+                records.append(record)
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        return records
+
+    def _start_bar(self, state: State) -> Progress:
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tok/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.task = bar.add_task("train", total=self.total_tokens, completed=state.tokens, loss=math.nan, speed=0.0)
+        bar.start()
+        return bar
+
+
+class Silent:
+    """The reporter of the processes that report nothing."""
+
+    def log(self, line: str) -> None: ...
+    def step(self, record: dict[str, Any]) -> None: ...
+    def evaluation(self, record: dict[str, Any]) -> None: ...
+    def plot(self) -> None: ...
+    def stop_bar(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def step_line(record: Mapping[str, Any]) -> str:
+    """One greppable line: ``key=value`` pairs; expert load shows the worst layer of each modality."""
+    parts = [
+        f"step={record['step']}",
+        f"loss={shown(record['loss'], '.4f')}",
+        f"grad_norm={record['grad_norm']:.3f}",
+        f"lr={record['lr']:.3e}",
+        f"tokens={record['tokens']}",
+        f"tok/s={record['tokens_per_second']:.0f}",
+        f"data_wait={record['data_wait']:.1%}",
+        f"mem={record['memory_gib']:.2f}GiB",
+    ]
+    if record["index_kl"]:
+        parts.append("index_kl=" + ",".join(f"{value:.1e}" for value in record["index_kl"]))
+    for modality, load in record["expert_load"].items():
+        parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
+    return " ".join(parts)
+
+
+def evaluation_line(record: Mapping[str, Any]) -> str:
+    """The same of an evaluation; the recall of the indexers is listed by source."""
+    parts = [
+        f"step={record['step']}",
+        f"valid_loss={record['loss']:.4f}",
+        f"bits_per_byte={record['bits_per_byte']:.4f}",
+        f"valid_tokens={record['targets']}",
+        *([f"exact_match={record['exact_match']:.1%} of {record['answers']}"] if "exact_match" in record else []),
+        f"seconds={record['seconds']:.1f}",
+    ]
+    if record["index_recall"]:
+        parts.append("index_recall=" + ",".join(shown(value, ".3f") for value in record["index_recall"]))
+    return " ".join(parts)
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number, or a dash where there was nothing to measure."""
+    return "-" if value is None else format(value, form)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this process in GiB: of the device for CUDA, resident for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
+    """Training and validation loss over tokens, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("valid", {"marker": "o"})):
+        chosen = [record for record in records if record["kind"] == kind and record["loss"] is not None]
+        axes.plot([record["tokens"] for record in chosen], [record["loss"] for record in chosen], label=kind, **style)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Nested numbers as (dotted key, value); lists are numbered."""
+    found: list[tuple[str, float]] = []
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _scalars(value, f"{name}.")
+        elif isinstance(value, list):
+            found += _scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
+        elif isinstance(value, (int, float)):
+            found.append((name, value))
+    return found
+
+
+def _start_wandb(config: Config) -> Any:
+    import wandb
+
+    known = config.run_dir / "wandb_id"
+    identity = known.read_text(encoding="utf-8").strip() if known.is_file() else None
+    run = wandb.init(
+        project=config.logger.wandb_project,
+        name=config.name,
+        id=identity,
+        resume="allow" if identity else None,
+        dir=str(config.run_dir),
+        config=to_dict(config),
+        mode=_wandb_mode(),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    run.define_metric("*", step_metric="step")
+    write_text(known, run.id + "\n")
+    return run
+
+
+def _wandb_mode(seconds: float = 3.0) -> str | None:
+    """None (W&B obeys WANDB_MODE) if that is set; else online if there is a key and the server answers, or offline."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE"):
+        return None
+    settings = wandb.setup().settings
+    url = urlsplit(settings.base_url)
+    if not settings.api_key and not _netrc_has(url.hostname):
+        return "offline"
+    try:
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds
+        ).close()
+    except OSError:
+        return "offline"
+    return "online"
+
+
+def _netrc_has(host: str | None) -> bool:
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,118 @@
+"""An adapter in `peft`'s format as changes of the weights it belongs to, a few rows at a time: no model is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from model.checkpoint.checkpoint import Change
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` knows nothing of it
+PREFIX = "base_model.model."  # of the names in WEIGHTS; "model." follows where `peft` wrapped the transformers class
+STACK = ("w1", "w2", "w3")  # the weights of stacked experts in the order of their registration
+_NAME = re.compile(re.escape(PREFIX) + r"(?:model\.)?(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_embedding_A)")
+# Settings under which an adapter is alpha / rank * B A beside the weights as they were. Any other must be off.
+_USUAL = {
+    *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights", "target_modules", "target_parameters"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
+}
+_KEEP_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")  # of init_lora_weights; others change the weights
+
+
+def read_changes(folder: Path, experts: int) -> dict[str, Change]:
+    """Released tensor name -> change, for everything that the adapter in `folder` touches. The model has so many routed
+    `experts` a layer.
+
+    Raises:
+        ValueError: it holds no LoRA adapter, one of a kind that is not known here, or a damaged one.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+        biases = load_file(folder / BIASES) if (folder / BIASES).is_file() else {}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} holds no adapter that can be read: {error}") from None
+    if odd := list(_oddities(config)):
+        raise ValueError(f"{folder / CONFIG} is not that of a plain LoRA adapter: {', '.join(odd)}")
+    for name, tensor in (tensors | biases).items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder}: {name} has a NaN or infinite value")
+    try:
+        changes = dict(_factor_changes(tensors, config, experts))
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {error}") from None
+    return changes | {name: Change(tuple(t.shape), partial(_replaced, t)) for name, t in biases.items()}
+
+
+def _oddities(config: Any) -> Iterator[str]:
+    """What keeps a configuration from being that of a plain adapter."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        yield "peft_type is not LORA"
+        return
+    rank, alpha, start = config.get("r"), config.get("lora_alpha"), config.get("init_lora_weights")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        yield f"r = {rank!r}, lora_alpha = {alpha!r}"
+    if start not in _KEEP_THE_BASE:
+        yield f"init_lora_weights = {start!r}"
+    for key, value in config.items():
+        if key not in _USUAL and value not in (None, False, {}, [], "none"):
+            yield f"{key} = {value!r}"
+
+
+def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts: int) -> Iterator[tuple[str, Change]]:
+    rank, scaling = config["r"], config["lora_alpha"] / config["r"]
+    left = dict(tensors)
+    for key in tensors:
+        if not (match := _NAME.fullmatch(key)):
+            continue
+        module, depth, embedding = match[1], match[2].count("."), match[3] == "lora_embedding_A"
+        other = key.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
+        a, b = left.pop(key), left.pop(other, None)
+        if b is None:
+            raise ValueError(f"{key} is without its other factor")
+        count = experts if module.endswith(".experts") else 1
+        if a.dim() != 2 or b.dim() != 2 or not rank * count == a.shape[0] == b.shape[1]:
+            wanted = f"[{rank * count}, in] and [out, {rank * count}]"
+            raise ValueError(f"the factors of {module} are {list(a.shape)} and {list(b.shape)}, must be {wanted}")
+        if embedding:
+            yield _added(f"{module}.weight", a.t(), b.t(), scaling)
+        elif not module.endswith(".experts"):
+            yield _added(f"{module}.weight", b, a, scaling)
+        else:
+            weight = _stacked(module, depth, config.get("target_parameters") or [])
+            for expert in range(experts):
+                own_a, own_b = a.unflatten(0, (experts, -1))[expert], b.unflatten(1, (-1, experts))[:, :, expert]
+                yield _added(f"{module}.{expert}.{weight}.weight", own_b, own_a, scaling)
+    if left:
+        raise ValueError(f"{min(left)} is no factor of a weight, or without its other factor")
+
+
+def _stacked(module: str, depth: int, targets: list[str]) -> str:
+    """Which weight of stacked experts a wrapper at this depth is for: `peft` wraps those that `target_parameters` names
+    one around the other, the first registered one innermost.
+    """
+    named = [w for w in STACK if any(f".model.{module}.{w}".endswith(f".{target}") for target in targets)]
+    if depth >= len(named):
+        raise ValueError(f"{CONFIG} does not name the weights of {module} under target_parameters")
+    return named[-1 - depth]
+
+
+def _added(name: str, b: Tensor, a: Tensor, scaling: float) -> tuple[str, Change]:
+    def apply(rows: slice, block: Tensor) -> Tensor:
+        return block.float() + scaling * (b[rows].float() @ a.float())
+
+    return name, Change((len(b), a.shape[1]), apply)
+
+
+def _replaced(tensor: Tensor, rows: slice, block: Tensor) -> Tensor:
+    return tensor[rows]

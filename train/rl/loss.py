@@ -1,0 +1,106 @@
+"""The policy-gradient objective of one batch, as ``model.losses`` takes it.
+
+For a token with ratio r = pi / pi_behaviour and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A), summed
+over tokens and divided by the step's tokens, plus, if wanted, a KL divergence to the reference policy. The tokens of an
+off-policy sequence (see ``drifted``) have no part in the former; they count in the divisor and in the divergence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from model import token_log_probs
+from train.config.strict import STRICT
+
+
+@dataclass(config=STRICT, frozen=True)
+class PolicyLoss:
+    """How far a step may carry the policy away from the one that wrote the responses, and from the reference."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)]
+    clip_high: PositiveFloat
+    drift: PositiveFloat | None  # nats per token: a bad response further off-policy than this is masked
+    kl: NonNegativeFloat  # weight of the divergence from the policy the run began with; 0: none is kept
+
+
+class PolicyObjective:
+    """The objective of one micro-batch, and what it met, added to ``sums`` (detached, fp64).
+
+    Tensors [B, S] that lie as the labels do: ``behaviour`` fp32 (log-probability under the policy that drew the token),
+    ``advantage`` fp32, ``response`` int64 (which response a token belongs to, counted from 0) and, with ``loss.kl``,
+    ``reference`` fp32 (log-probability under the reference policy). ``temperature``: that of the sampling.
+    """
+
+    NAMES = ("ratio", "clipped", "masked", "kl", "entropy", "drift")
+
+    def __init__(
+        self,
+        loss: PolicyLoss,
+        temperature: float,
+        behaviour: Tensor,
+        advantage: Tensor,
+        response: Tensor,
+        reference: Tensor | None = None,
+    ):
+        self.loss, self.temperature = loss, temperature
+        self.tensors = {"behaviour": behaviour, "advantage": advantage, "response": response}
+        if reference is not None:
+            self.tensors["reference"] = reference
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        if any(tensor.shape != behaviour.shape for tensor in self.tensors.values()):
+            raise ValueError(f"the tensors of a batch must all be [B, S], got {shapes}")
+        self.sums = dict.fromkeys(self.NAMES, torch.zeros((), dtype=torch.float64))
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        log_probs, entropy = token_log_probs(hidden / self.temperature, weight, targets)
+        at = {name: tensor.flatten()[places] for name, tensor in self.tensors.items()}
+        log_ratio = log_probs - at["behaviour"]
+        ratio = log_ratio.exp()
+        masked = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.loss.drift is not None:
+            masked = drifted(log_ratio.detach(), at["advantage"], at["response"], self.loss.drift)
+        policy, clipped = clipped_loss(ratio, at["advantage"], self.loss.clip_low, self.loss.clip_high)
+        total = policy.masked_fill(masked, 0.0).sum()
+        divergence = torch.zeros_like(ratio)
+        if self.loss.kl:
+            divergence = unbiased_kl(log_probs, ratio, at["reference"])
+            total = total + self.loss.kl * divergence.sum()
+        clipped = clipped & ~masked
+        values = {"ratio": ratio, "clipped": clipped, "masked": masked, "kl": divergence, "entropy": entropy}
+        self._count({**values, "drift": -log_ratio})
+        return total
+
+    def _count(self, values: dict[str, Tensor]) -> None:
+        self.sums = {name: self.sums[name] + values[name].detach().double().sum() for name in self.NAMES}
+
+
+def clipped_loss(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(loss, whether clipping stopped its gradient), [R] each."""
+    plain, clipped = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
+    return -torch.minimum(plain, clipped), clipped < plain
+
+
+def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) of tokens drawn by the behaviour policy, [R]: the estimator q/p - log(q/p) - 1, which is
+    never negative, weighed by the importance ratio, so that value and gradient are unbiased although another policy
+    drew the tokens.
+    """
+    log_quotient = reference - log_probs
+    return ratio * (log_quotient.exp() - log_quotient - 1)
+
+
+def drifted(log_ratio: Tensor, advantage: Tensor, response: Tensor, limit: float) -> Tensor:
+    """bool [R]: the token belongs to a response of negative advantage that the policy has moved away from: the mean of
+    log(behaviour / policy) over its tokens is above ``limit``. What the policy would no longer write teaches it little,
+    and pushing it away further makes training unstable; good responses are kept.
+    """
+    count = int(response.max()) + 1 if response.numel() else 0
+    zeros = log_ratio.new_zeros(count)
+    distance = zeros.index_add(0, response, -log_ratio)
+    tokens = zeros.index_add(0, response, torch.ones_like(log_ratio))
+    return ((distance / tokens.clamp(min=1)) > limit)[response] & (advantage < 0)

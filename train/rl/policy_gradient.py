@@ -1,0 +1,64 @@
+"""``task=rl``: the policy gradient on what was answered, from rewards that differ inside their subgroup."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model import DeepseekV41, Losses, Totals, token_log_probs
+from train.build import Run
+from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
+from train.rl.loss import PolicyObjective
+
+
+class PolicyGradient:
+    """What of a step's responses is trained on, and by which losses.
+
+    reference: the policy that the run began with, if ``rl.loss.kl`` asks for it.
+    """
+
+    NAMES = PolicyObjective.NAMES
+
+    def __init__(self, run: Run, shape: Shape, reference: DeepseekV41 | None):
+        self.run, self.shape, self.reference = run, shape, reference
+
+    def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
+        """The informative responses as packed batches. Counts: see ``train.rl.batch.batches``, and the subgroups that
+        were skipped.
+        """
+        made, counts = batches(scored, scored.informative, self.shape, version)
+        return made, {**counts, "skipped": scored.skipped}
+
+    def losses_of(self, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
+        """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
+        settings = self.run.config.rl
+
+        def losses(batch: Batch, totals: Totals) -> Losses:
+            given = {name: batch[name] for name in ("behaviour", "advantage", "response")}
+            if self.reference is not None:
+                given["reference"] = log_probs_under(self.reference, batch, settings.temperature)
+            objective = PolicyObjective(settings.loss, settings.temperature, **given)
+            inputs = {name: batch[name] for name in INPUTS}
+            found = self.run.model.losses(**inputs, totals=totals, objective=objective)
+            met.update({name: float(value) for name, value in objective.sums.items()})
+            return found
+
+        return losses
+
+
+@torch.no_grad()
+def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay: bool = False) -> Tensor:
+    """fp32 [B, S]: log-probability of every taught token under ``model``; ``replay``: through the recorded experts."""
+    inputs = {name: batch[name] for name in INPUTS if replay or name != "routing"}
+    found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
+
+    def objective(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        log_probs, _ = token_log_probs(hidden / temperature, weight, targets)
+        found.view(-1)[places] = log_probs.float()
+        return log_probs.sum()
+
+    model.losses(**inputs, totals=model.totals(**inputs), objective=objective)
+    return found

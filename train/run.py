@@ -1,0 +1,167 @@
+"""What a run of every task begins and ends with: its processes, its directory, its log.
+
+A task stands in ``opened``, makes its objects, continues from the checkpoint found or calls ``begin``, then trains in
+``reported``; ``report_files`` are its last lines.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import yaml
+
+from data.companions import companion_files
+from model import save_pretrained
+from optim import format_table
+from train.build import Run, whole_size
+from train.checkpoint import run_state, storage
+from train.checkpoint.init_from import load_origin
+from train.checkpoint.run_state import State, write_text
+from train.config.schema import Config, ConfigError, check_resumable, to_dict
+from train.distributed.engine import World, launch
+from train.logging.log import Reporter, Silent
+from train.loop import Interrupted, NonFiniteError
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
+    """All processes of the run, which end together, and no others in ``config.run_dir``.
+
+    Yields the processes, the checkpoint to continue from if there is one, and the settings that changed since.
+
+    Raises:
+        ConfigError: the directory is in use, or holds a run that this configuration would not continue; the processes
+            started are not those configured.
+        RankLost: another process ended or no longer answers.
+    """
+    world = launch(config.parallel)
+    alone = only_process_in(config.run_dir) if world.first else nullcontext()
+    with world.together(Interrupted, NonFiniteError), alone:
+        folder, changes = world.from_first(find_state(config))
+        if world.first:
+            print("Preparing data and model; the first time takes a minute ...", flush=True)
+        yield world, folder, changes
+
+
+@contextmanager
+def reported(
+    run: Run, state: State, folder: Path | None, changes: list[str], reporter: type[Reporter] = Reporter
+) -> Iterator[Reporter]:
+    """Keep the settings of the run, announce it, and yield where its numbers go; closed in the end, whatever happens.
+
+    folder, changes: as ``opened`` gives them. reporter: what the first process reports by; the others are silent.
+    """
+    if run.world.first:
+        save_settings(run)
+    report = reporter(run.config, state) if run.world.first else Silent()
+    try:
+        announce(run, state, report, folder, changes)
+        yield report
+    finally:
+        report.close()
+
+
+def find_state(config: Config) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue from, if any, and the settings that changed since.
+
+    Raises:
+        ConfigError: the directory holds a run that this configuration would not continue.
+    """
+    path, folder = config.run_dir / "config.yaml", run_state.latest(config.run_dir / "checkpoints")
+    if folder is None or not path.exists():
+        return folder, []
+    return folder, check_resumable(yaml.safe_load(path.read_text(encoding="utf-8")), config)
+
+
+@contextmanager
+def only_process_in(directory: Path) -> Iterator[None]:
+    """Keep a second process out of a run directory; the lock ends with the process, however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                [f"{directory} is in use by another process. Wait for it, or choose another name=..."]
+            ) from None
+        yield
+
+
+def begin(run: Run) -> State:
+    """The state before the first step; the weights are those of ``init_from``, if that is set."""
+    if run.config.init_from is not None and not run.config.lora.on:  # with an adapter `build` has loaded them
+        run.notes.append(f"weights: {load_origin(run.model, run.config.init_from)}")
+    return State()
+
+
+def save_settings(run: Run) -> None:
+    """What a later run needs besides the weights."""
+    directory, config = run.config.run_dir, to_dict(run.config)
+    write_text(directory / "tokenizer.json", run.tokenizer.to_str(pretty=True))
+    write_text(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
+def announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+    """The opening lines: what is trained, from where, and how."""
+    size = sum(whole_size(parameter) for parameter in run.model.parameters())
+    report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
+    for note in run.notes:
+        report.log(note)
+    for line in memory_lines(run.world.gather(run.memory())):
+        report.log(line)
+    if folder is None:
+        if run.world.size > 1:
+            report.log("what rank 0 holds:")
+        report.log(format_table(run.optimizer.table()))
+        return
+    done = "; it is complete, raise task.tokens to train on" if state.tokens >= run.config.task.tokens else ""
+    report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
+    for change in changes:
+        report.log(f"changed since: {change}")
+
+
+def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
+    """What each rank holds; of many, the range."""
+    if len(ranks) > most:
+        ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
+        shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
+        return [f"memory of {len(ranks)} ranks, each: {shown}"]
+    names = [f" of rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
+    return [
+        f"memory{name}: " + ", ".join(f"{part} {size / 2**20:.2f} MiB" for part, size in rank.items())
+        for name, rank in zip(names, ranks, strict=True)
+    ]
+
+
+def report_files(run: Run, report: Reporter) -> None:
+    """Export the complete run's model, if that is asked for, and name the files of the run."""
+    directory = run.config.run_dir
+    report.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
+    if run.config.lora.on:
+        report.log(f"adapter:    {keep_adapter(run)}")
+    if run.config.checkpoint.export:
+        files = companion_files(run.config.data, run.tokenizer)
+        save_pretrained(
+            run.model,
+            directory / "export",
+            run.tokenizer,
+            format=run.config.checkpoint.export,
+            companions=files,
+            ranks=storage.ranks(),
+        )
+        report.log(f"export:     {directory / 'export'}")
+    report.log(f"plot:       {report.plot()}")
+    report.log(f"metrics:    {directory / 'metrics.jsonl'}")
+
+
+def keep_adapter(run: Run) -> Path:
+    """Write the adapter, and merge it into the weights. Returns its folder."""
+    from train.lora import inject
+
+    folder, config = run.config.run_dir / "adapter", run.config
+    inject.save_adapter(run.model, folder, config.init_from, biases=config.optim.balance != "off")
+    inject.merge(run.model)
+    return folder

@@ -1,0 +1,7 @@
+"""``python -m train.studies NAME``: see ``study.py``."""
+
+import sys
+
+from train.studies.study import main
+
+sys.exit(main())

@@ -1,0 +1,26 @@
+"""``task=convert``: a checkpoint folder in another format, with or without an adapter merged into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model import ModelConfig, convert_checkpoint
+from train.config.schema import Conversion
+from train.errors import given
+from train.lora.peft_format import read_changes
+
+
+def run(config: Conversion) -> None:
+    """Write ``config.dst`` whole or not at all.
+
+    Raises:
+        InputError: the source is no complete checkpoint of this model (every tensor at fault is named), the adapter is
+            none of it, or the destination exists.
+        OSError: a file is missing or cannot be written.
+    """
+    with given():
+        changes = None
+        if config.adapter:
+            changes = read_changes(Path(config.adapter), ModelConfig.load(config.src).text.n_routed_experts)
+        size = convert_checkpoint(config.src, config.dst, config.format, changes=changes)
+    print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")

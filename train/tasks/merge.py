@@ -1,0 +1,81 @@
+"""``task=merge``: the weighted average of checkpoints of one model, such as runs that began with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from data import DataConfig
+from data.companions import companion_files
+from model import ModelConfig, merge_checkpoints
+from model.checkpoint.checkpoint import COMPANIONS
+from model.engram import engram_tables
+from train.checkpoint.init_from import Origin, find_origin, open_origin
+from train.checkpoint.run_state import first_difference
+from train.config.schema import Merger
+from train.errors import InputError, given
+
+
+def run(config: Merger) -> None:
+    """Write ``config.dst`` whole or not at all. Needs memory for a few rows of every checkpoint.
+
+    Raises:
+        InputError: one is no complete checkpoint, they are not of the same model and tokenizer (the first difference is
+            named), a value is not finite, or the destination exists.
+        OSError: a file is missing or cannot be written.
+    """
+    if Path(config.dst).exists():
+        raise InputError(f"{config.dst} exists already; name a new folder")
+    with given(), ExitStack() as stack:
+        origins = [find_origin(name) for name in config.checkpoints]
+        for other in origins[1:]:
+            check_same(origins[0], other)
+        size, left_out = merge_checkpoints(
+            [stack.enter_context(open_origin(origin)) for origin in origins],
+            config.shares,
+            ModelConfig.from_dict(origins[0].model),
+            config.dst,
+            config.format,
+            companions(origins[0]),
+        )
+    for origin, share in zip(origins, config.shares, strict=True):
+        print(f"{share:.6g} x {origin.folder}")
+    if left_out:
+        print(f"left out, since not every checkpoint has them: {len(left_out)} drafter tensors ({left_out[0]}, ...)")
+    print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")
+
+
+def check_same(first: Origin, other: Origin) -> None:
+    """Raise ``InputError`` that names the first difference between two checkpoints' models or tokenizers."""
+    wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
+    for key in wanted:
+        difference = first_difference(found[key], wanted[key], key)
+        if difference:
+            shown = difference if len(difference) <= 300 else f"{difference[:300]} ..."
+            raise InputError(
+                f"{other.folder} cannot be merged with {first.folder}, it is another {key}: {shown}. "
+                "Merge checkpoints of one model and one tokenizer"
+            )
+
+
+def companions(origin: Origin) -> dict[str, str]:
+    """The small files of the merged checkpoint: those of ``origin``, or those that the export of a run would have."""
+    if origin.tokenizer.parent == origin.folder:
+        paths = [origin.folder / name for name in COMPANIONS]
+        return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    text = origin.tokenizer.read_text(encoding="utf-8")
+    files = companion_files(DataConfig(tokenizer=str(origin.tokenizer)), Tokenizer.from_str(text))
+    return {"tokenizer.json": text, **files}
+
+
+def _model(origin: Origin) -> dict[str, Any]:
+    """What makes the model; rows of Engram tables, which some files leave to be computed, are spelled out."""
+    config = ModelConfig.from_dict(origin.model)
+    text = config.text
+    if text.engram_layer_ids and not text.engram_num_embeddings:
+        text = dataclasses.replace(text, engram_num_embeddings=engram_tables(text).rows)
+    return dataclasses.replace(config, text=text, extra={}).to_dict()

@@ -1,0 +1,343 @@
+"""``task=rl`` and ``task=distill``: collect graded responses, take a step of the policy gradient or towards the
+teachers, go on under the new policy.
+
+Read ``train`` first, then ``collect.py``, ``batch.py``, ``gradient.py`` and ``distill.py``. A step here is
+``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run, with the
+state of the rollout beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.companions import companion_files
+from data.tokenizer import special_ids
+from model import DeepseekV41, save_pretrained
+from train.build import Run, build
+from train.checkpoint import storage
+from train.checkpoint.run_state import Background, CheckpointError, State
+from train.config.schema import Config
+from train.errors import given
+from train.loop import precision, repeat, resume, save, to_device, train_step
+from train.rl.batch import Scored, Shape, empty_batch, score
+from train.rl.collect import Collector, Plan, Subgroup, encoded
+from train.rl.distill import Teachers
+from train.rl.policy_gradient import PolicyGradient
+from train.rl.prompts import Prompts
+from train.rl.report import RlReporter, table
+from train.rl.rewards.pool import Rewards
+from train.rl.rollout.base import LocalRollout, Rollout
+from train.rl.rollout.http import HttpRollout, Limits
+from train.rl.rollout.servers import Servers
+from train.run import begin, opened, report_files, reported
+
+NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
+
+
+@dataclass
+class Policy:
+    """A run with what reinforcement learning adds to it."""
+
+    run: Run
+    collector: Collector  # of the training prompts
+    held_out: Prompts
+    method: PolicyGradient | Teachers  # task=rl, task=distill: what of a step is trained on, and by which losses
+    shape: Shape
+
+
+def run(config: Config) -> None:
+    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+
+    Raises:
+        InputError, DataError, OSError: what was given cannot be used.
+        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+    """
+    with opened(config) as (world, folder, changes):
+        with given():
+            objects = build(config, world)
+            state = begin(objects)
+            wanted = config.rl.loss is not None and config.rl.loss.kl
+            reference = copy.deepcopy(objects.model).requires_grad_(False) if wanted else None
+            if folder:
+                state = resume(objects, folder)
+        tasks = [task.reward for task in config.rl.tasks]
+        with closing(Rewards(tasks, config.rl.reward_workers, config.rl.reward_seconds)) as rewards:
+            policy = make_policy(objects, rewards, reference)
+            with closing(policy.collector.rollout):
+                if folder:
+                    policy.collector.load_state_dict(read_rollout(policy, state))
+                with reported(objects, state, folder, changes, RlReporter) as report:
+                    train(policy, state, report)
+                    _summarise(policy, state, report)
+
+
+def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
+    """The objects of ``config.rl``. ``reference``: the policy that the run began with, if the loss asks for it."""
+    config, settings, text = run.config, run.config.rl, run.model_config.text
+    plan = Plan(
+        efforts=tuple(settings.trained),
+        sizes=tuple(settings.samples),
+        subgroups=settings.prompts // run.world.size * len(settings.efforts),
+        max_tokens=settings.max_tokens,
+        max_length=config.task.seq_len,
+        temperature=settings.temperature,
+        in_flight=settings.in_flight,
+        ahead=settings.ahead,
+        seed=config.seed,
+        rank=run.world.rank,
+        ranks=run.world.size,
+    )
+
+    def check(record: dict[str, Any]) -> None:
+        encoded(record, max(plan.efforts), plan, run.tokenizer)
+
+    prompts = Prompts([task.prompts for task in settings.tasks], config.seed, check)
+    held_out = Prompts([task.held_out or task.prompts for task in settings.tasks], "held out", check)
+    shape = Shape(
+        seq_len=config.task.seq_len,
+        rows=config.task.micro_batch,
+        pad=special_ids(run.tokenizer).pad,
+        layers=text.num_hidden_layers,
+        experts_per_token=text.num_experts_per_tok,
+        staleness=settings.staleness,
+    )
+    method = Teachers(run, shape) if config.task.kind == "distill" else PolicyGradient(run, shape, reference)
+    collector = Collector(plan, prompts, open_rollout(run), rewards, run.tokenizer)
+    return Policy(run, collector, held_out, method, shape)
+
+
+def open_rollout(run: Run) -> Rollout:
+    """What ``rl.rollout`` names: generation in this process, or servers."""
+    settings = run.config.rl
+    if settings.rollout is None:
+        return LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+
+    def export(model: DeepseekV41, folder: Path) -> None:
+        files = companion_files(run.config.data, run.tokenizer)
+        form, ranks = settings.rollout.format, storage.ranks()
+        save_pretrained(model, folder, run.tokenizer, format=form, companions=files, ranks=ranks)
+
+    text = run.model_config.text
+    limits = Limits(text.vocab_size, text.num_hidden_layers, text.num_experts_per_tok)
+    return HttpRollout(Servers(settings.rollout), run.world, run.config.run_dir / "policy", export, limits)
+
+
+def train(policy: Policy, state: State, report: RlReporter) -> None:
+    """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped in the middle of
+    collecting and of evaluating.
+    """
+    run, collector = policy.run, policy.collector
+    told: set[str] = set()
+
+    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        started, before = time.perf_counter(), state.tokens
+        groups = collector.collect(stopped)
+        if run.world.any(groups is None):
+            collector.put_back(groups or [])
+            return None
+        for note in failures(groups, told):
+            report.log(note)
+        collected = time.perf_counter()
+        record = step(policy, groups, state)
+        seconds = time.perf_counter() - started
+        state.seconds += seconds
+        speed = (state.tokens - before) / seconds
+        return record | {"collect_seconds": collected - started, "seconds": seconds, "tokens_per_second": speed}
+
+    def publish() -> None:
+        collector.rollout.update_weights(state.step, run.model)
+        for note in collector.rollout.notes():
+            report.log(note)
+
+    repeat(run, state, report, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
+
+
+def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:
+    """One step on the graded subgroups of all processes; moves the counters and returns the step's record.
+
+    If no response teaches anything, in any process, nothing is updated.
+    """
+    run, settings, method = policy.run, policy.run.config.rl, policy.method
+    scored = score(groups, settings.length, settings.trained)
+    mine, counts = method.batches(scored, state.step)
+    fillers = max(run.world.gather(len(mine))) - len(mine)
+    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * fillers]]
+    met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
+    numbers = None
+    taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
+    if sum(run.world.gather(taught)):
+        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), fillers)
+    counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
+    counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
+    total = _summed(run, {**met, **counts})
+    state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
+    record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, method.NAMES)}
+    if numbers is not None:
+        record |= {
+            "loss": float(numbers["lm_sum"]) / max(int(numbers["supervised"]), 1),
+            "grad_norm": float(numbers["grad_norm"]),
+            "lr": numbers["lr"],
+        }
+    return record
+
+
+def failures(groups: list[Subgroup], told: set[str]) -> list[str]:
+    """Why reward functions gave nothing to this process's responses; ``told``: kinds of reasons to leave out."""
+    notes = []
+    for group in groups:
+        for outcome in (response.outcome for response in group.responses):
+            kind = outcome.detail.partition(":")[0]
+            if outcome.failure and kind not in told:
+                told.add(kind)
+                notes.append(f"rl.tasks[{group.task}].reward failed, which counts as a reward of 0: {outcome.detail}")
+    return notes
+
+
+def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    """Reward, accuracy and reasoning length under every ``rl.eval_efforts`` on held-out prompts, by the same sampling
+    as in training. Changes no state. None as soon as ``stop`` says so, in any process.
+    """
+    run, settings, trained = policy.run, policy.run.config.rl, policy.collector
+    started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
+    share = len(range(world.rank, settings.eval_prompts, world.size))
+    groups: list[Subgroup] | None = []
+    if share:
+        sizes, subgroups = (1,) * len(efforts), share * len(efforts)
+        plan = replace(trained.plan, efforts=efforts, sizes=sizes, subgroups=subgroups, ahead=0.0, seed=0)
+        rollout = trained.rollout.apart()
+        groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect(stop)
+        rollout.close()
+    if world.any(groups is None):
+        return None
+    return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
+
+
+def measures(run: Run, scored: Scored) -> dict[str, Any]:
+    """What the responses of all processes were worth: overall, by effort, and by reason where a reward was missing.
+
+    accuracy: share of responses with a task reward of 1 or more. length: mean reasoning tokens. task_reward: without
+    the length term.
+    """
+    sums: Counter[Any] = Counter()
+    values = zip(scored.responses, scored.efforts.tolist(), scored.rewards.tolist(), strict=True)
+    for response, effort, reward in values:
+        outcome, sample = response.outcome, response.sample
+        sums.update({
+            (effort, "count"): 1,
+            (effort, "reward"): reward,
+            (effort, "task_reward"): outcome.reward,
+            (effort, "accuracy"): int(outcome.reward >= 1),
+            (effort, "length"): response.length,
+            (effort, "cut"): int(sample.finish == "length"),
+        })  # fmt: skip
+        if outcome.failure:
+            sums[None, outcome.failure] += 1
+    sums = _summed(run, sums)
+    names = ("reward", "task_reward", "accuracy", "length", "cut")
+    efforts = sorted({effort for effort, _ in sums if effort is not None})
+    by_effort = {str(e): {name: sums[e, name] / sums[e, "count"] for name in names} for e in efforts}
+    count = sum(sums[e, "count"] for e in efforts)
+    overall = {name: sum(sums[e, name] for e in efforts) / max(count, 1) for name in names}
+    failures = {name: int(n) for (effort, name), n in sums.items() if effort is None}
+    return {**overall, "responses": int(count), "efforts": by_effort, "failures": failures}
+
+
+def save_all(policy: Policy, state: State, background: Background | None = None) -> Path:
+    """Write the run state, and before it what the rollout of every process has begun."""
+    run = policy.run
+    folder = run.config.run_dir / "rollout"
+    folder.mkdir(exist_ok=True)
+    path = rollout_file(folder, state.step, run.world.rank)
+    temporary = path.with_name(f".tmp-{path.name}")
+    torch.save({"ranks": run.world.size, **policy.collector.state_dict()}, temporary)
+    os.replace(temporary, path)
+    run.world.barrier()
+    saved = save(run, state, background)
+    if run.world.first:
+        kept = {state.step} | {int(path.name[5:]) for path in saved.parent.glob("step-*")}
+        for old in folder.iterdir():
+            match = NAME.fullmatch(old.name)
+            if match is None or int(match[1]) not in kept:
+                old.unlink()
+    return saved
+
+
+def read_rollout(policy: Policy, state: State) -> dict[str, Any]:
+    """The collector's state at ``state``. With another number of processes than before, what had begun is given up, and
+    the prompts go on behind the last that any process had begun.
+    """
+    run, collector = policy.run, policy.collector
+    folder = run.config.run_dir / "rollout"
+
+    def read(rank: int) -> dict[str, Any]:
+        path = rollout_file(folder, state.step, rank)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # missing, cut off, or not what torch.save wrote
+            raise CheckpointError(
+                f"{path} cannot be read: {type(error).__name__}. It belongs to the checkpoint of step {state.step}; "
+                "delete both to continue from the one before"
+            ) from error
+
+    saved = read(0)
+    before = saved.pop("ranks")
+    if before == run.world.size:
+        return {**(read(run.world.rank)), "ranks": None}
+    count = len(collector.plan.efforts)
+    begun = max(-(-read(rank)["next"] // count) * before + rank for rank in range(before))
+    run.notes.append(f"responses begun by {before} processes are given up; prompts go on behind number {begun}")
+    return {**collector.state_dict(), "next": -(-begun // run.world.size) * count}
+
+
+def rollout_file(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step-{step:08d}.rank-{rank}.pt"
+
+
+def _tokens(sample: Any) -> int:
+    return len(sample.request.prompt) + len(sample.tokens)
+
+
+def _lag(scored: Scored, version: int) -> int:
+    """Versions that the tokens of all responses are behind the policy, summed."""
+    return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
+
+
+def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
+    """The same sums over all processes."""
+    total: Counter[Any] = Counter()
+    for other in run.world.gather(dict(sums)):
+        total.update(other)
+    return total
+
+
+def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
+    """The sums of a step as what a reader wants: shares and means of the taught tokens. ``names``: what its objective
+    sums up.
+    """
+    taught = max(total["taught"], 1)
+    return {
+        **{name: int(total[name]) for name in ("subgroups", "skipped") if name in total},
+        "stale": total["stale_tokens"] / max(total["taught"] + total["stale_tokens"], 1),
+        "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
+        **{name: total[name] / taught for name in names},
+    }
+
+
+def _summarise(policy: Policy, state: State, report: RlReporter) -> None:
+    """The closing lines: every effort before and after, and where everything lies."""
+    report.stop_bar()
+    report.log(table(state.first_valid, state.last_valid))
+    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    report_files(policy.run, report)
