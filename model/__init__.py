@@ -4,11 +4,16 @@ from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, ind
 from model.checkpoint.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.checkpoint.merge import merge_checkpoints, open_folder
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
+from model.dspark import Draft, Drafted, Drafter, DraftLoss, build_drafter, load_drafter
 from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
 
 __all__ = [
     "DeepseekV41",
+    "Draft",
+    "DraftLoss",
+    "Drafted",
+    "Drafter",
     "Generator",
     "Losses",
     "ModelConfig",
@@ -20,10 +25,12 @@ __all__ = [
     "TextConfig",
     "Totals",
     "VisionConfig",
+    "build_drafter",
     "build_model",
     "convert_checkpoint",
     "generate",
     "indexer_recall",
+    "load_drafter",
     "load_pretrained",
     "load_weights",
     "merge_checkpoints",

@@ -128,9 +128,8 @@ class Attention(nn.Module):
         follow it and are added to it.
         """
         phasors = pack.phasors_yarn if self.ratio else pack.phasors
-        q_lat = self.q_norm(self.wq_a(x))
-        q = rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors)
-        window_kv = fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
+        q, q_lat = self.queries(x, phasors)
+        window_kv = self.window_keys(x, phasors)
         if self.compressor is not None:
             shared = self.compress(x, pack, shared, runtime, cache)
         lesson = None
@@ -149,7 +148,21 @@ class Attention(nn.Module):
             seen = pack.entries[self.ratio]
             span = (seen.visible_from, seen.visible_to)
             truth = full_mass(q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
-        return Attended(self._project(rotate(out, phasors, inverse=True)), shared, lesson, mass, truth)
+        return Attended(self.project(out, phasors), shared, lesson, mass, truth)
+
+    def queries(self, x: Tensor, phasors: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, d] -> queries [T, H, D] and their latent [T, q_lora]."""
+        q_lat = self.q_norm(self.wq_a(x))
+        return rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors), q_lat
+
+    def window_keys(self, x: Tensor, phasors: Tensor) -> Tensor:
+        """x [T, d] -> the window KV [T, D], rotated and rounded to FP8."""
+        return fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
+
+    def project(self, out: Tensor, phasors: Tensor) -> Tensor:
+        """What the heads gathered, [T, H, D] -> turned back, each group's block of wo_a, wo_b -> [T, d]."""
+        out = rotate(out, phasors, inverse=True)
+        return self.wo_b(self.wo_a(out.reshape(out.shape[0], self.groups, -1)).flatten(1))
 
     def compress(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None) -> Shared:
         """The Full layer's own part: compressed entries and index keys of x [T, d]."""
@@ -212,7 +225,3 @@ class Attention(nn.Module):
         entries = shared.compressed_kv if self.ratio else None
         out, _ = self._attend(axis.spread(q, 0), keys, axis.start, entries, topk_indices, runtime)
         return out.index_select(0, axis.place)
-
-    def _project(self, out: Tensor) -> Tensor:
-        """Grouped output projection: [T, H, D] -> each group's block of wo_a -> wo_b -> [T, d]."""
-        return self.wo_b(self.wo_a(out.reshape(out.shape[0], self.groups, -1)).flatten(1))

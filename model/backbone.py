@@ -6,7 +6,7 @@ Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,7 +44,8 @@ class State(NamedTuple):
 
 class BlockResult(NamedTuple):
     """The state behind a block (None in a `Trace`), its cross-layer part, and what the block reports: its attention's
-    lesson and masses (see `Attended`), routing.
+    lesson and masses (see `Attended`), routing; entering [T, d]: the mean of the streams that enter the attention,
+    behind the block's Engram, for a drafter (None unless asked for).
     """
 
     state: State | None
@@ -53,6 +54,7 @@ class BlockResult(NamedTuple):
     mass: Tensor | None
     full_mass: Tensor | None
     routing: Routing
+    entering: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -76,11 +78,14 @@ class Block(nn.Module):
         runtime: Runtime,
         replay: Tensor | None = None,
         cache: LayerCache | None = None,
+        for_drafter: bool = False,
     ) -> BlockResult:
         """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the
-        Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`.
+        Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
+        `for_drafter`: give `BlockResult.entering`.
         """
         streams = self._recall(state.streams, lookup, pack)
+        entering = streams.mean(1) if for_drafter else None
         mix = self.hc_attn(streams)
         attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), pack, state.shared, runtime, cache)
         streams = expand(streams, attended.output, mix.post, mix.comb)
@@ -88,7 +93,8 @@ class Block(nn.Module):
         mix = self.hc_ffn(streams)
         y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack, replay)
         state = State(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
-        return BlockResult(state, attended.shared, attended.lesson, attended.mass, attended.full_mass, routing)
+        reported = (attended.shared, attended.lesson, attended.mass, attended.full_mass, routing, entering)
+        return BlockResult(state, *reported)
 
     def remember(self, state: State, lookup: Lookup | None, pack: Pack, runtime: Runtime, cache: LayerCache) -> None:
         """Only what a Full layer adds to the cache's main KV and index keys."""
@@ -161,6 +167,16 @@ class Output:
     hidden_states: tuple[Tensor, ...] | None = None
 
 
+class Features(NamedTuple):
+    """What a drafter learns from: the layout, hidden [T, d] after the final norm, and entering [T, layers * d], the
+    means of the streams that enter the attention of some layers, side by side.
+    """
+
+    pack: Pack
+    hidden: Tensor
+    entering: Tensor
+
+
 class DeepseekV41(nn.Module):
     """A V4.1 language model with an optional vision tower, or this rank's part of one (see `Parallel`)."""
 
@@ -216,6 +232,26 @@ class DeepseekV41(nn.Module):
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
         return Output(pack.unflatten(logits)[:, -logits_to_keep:], loss, streams)
+
+    @torch.no_grad()
+    def features(
+        self,
+        layers: Sequence[int],
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+    ) -> Features:
+        """One pass for a drafter that reads `layers`; without gradients. Inputs as in `forward`; labels only say where
+        prompts end, for `runtime.decoder_replay`.
+        """
+        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, None)
+        inputs = (input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
+        trace = self._trace(*inputs, for_drafter=layers)
+        return Features(pack, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
 
     def totals(
         self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_
@@ -317,6 +353,7 @@ class DeepseekV41(nn.Module):
         vision_token_types,
         routing: Tensor | None = None,
         keep_streams: bool = False,
+        for_drafter: Sequence[int] = (),
     ) -> Trace:
         if routing is not None:
             check_routing(self.config.text, routing, pack.rows, pack.row_length)
@@ -330,7 +367,7 @@ class DeepseekV41(nn.Module):
             replay = None if routing is None else routing[:, layer]
             if keep_streams:
                 streams.append(state.streams)
-            result = self.advance(layer, state, lookups, pack, replay)
+            result = self.advance(layer, state, lookups, pack, replay, for_drafter=layer in for_drafter)
             state = result.state
             blocks.append(result._replace(state=None))
         return Trace(self.leave(state), blocks, streams)
@@ -365,12 +402,13 @@ class DeepseekV41(nn.Module):
         pack: Pack,
         replay: Tensor | None = None,
         step: Step | None = None,
+        for_drafter: bool = False,
     ) -> BlockResult:
         """One block on the pack's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use;
         with `step` the tokens follow what a cache holds.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
-        arguments = (state, lookup, pack, self.runtime, replay, step and step.layer(layer))
+        arguments = (state, lookup, pack, self.runtime, replay, step and step.layer(layer), for_drafter)
         if self.runtime.recompute and torch.is_grad_enabled():
             return checkpoint(self.layers[layer], *arguments, use_reentrant=False)
         return self.layers[layer](*arguments)

@@ -284,6 +284,25 @@ def text_problems(c: TextConfig) -> list[str]:
     return [f"text_config.{problem}" for problem in found]
 
 
+def drafter_problems(c: TextConfig) -> list[str]:
+    """Every broken rule of the part of a text configuration that a DSpark drafter follows. A model without one need not
+    keep them.
+    """
+    positive = "num_nextn_predict_layers dspark_block_size dspark_markov_rank dspark_n_routed_experts"
+    found = [f"{key}: is {getattr(c, key)}, must be positive" for key in positive.split() if getattr(c, key) < 1]
+    layers, chosen = c.num_hidden_layers, c.dspark_num_experts_per_tok
+    if not c.dspark_target_layer_ids:
+        found.append("dspark_target_layer_ids: is empty, must name the backbone's layers that the drafter reads")
+    for layer in c.dspark_target_layer_ids:
+        if not 0 <= layer < layers:
+            found.append(f"dspark_target_layer_ids: layer {layer} is out of range 0..{layers - 1}")
+    if not 0 <= c.dspark_noise_token_id < c.vocab_size:
+        found.append(f"dspark_noise_token_id: is {c.dspark_noise_token_id}, must be a token, 0..{c.vocab_size - 1}")
+    if not 1 <= chosen <= c.dspark_n_routed_experts:
+        found.append(f"dspark_num_experts_per_tok: is {chosen}, must be 1..{c.dspark_n_routed_experts}, its experts")
+    return found
+
+
 def _size_problems(c: TextConfig) -> Iterator[str]:
     positive = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "

@@ -10,10 +10,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from model.backbone import DeepseekV41
+    from model.dspark import Drafter
 
 
 @torch.no_grad()
-def init_weights(model: DeepseekV41, seed: int) -> None:
+def init_weights(model: DeepseekV41 | Drafter, seed: int) -> None:
     """Initialise every parameter and buffer in place, in name order, from one generator per device.
 
     Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query
@@ -23,7 +24,7 @@ def init_weights(model: DeepseekV41, seed: int) -> None:
     """
     text = model.config.text
     n = text.hc_mult
-    generator = torch.Generator(device=model.embed.weight.device).manual_seed(seed)
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         leaf = name.rsplit(".", 1)[-1]
         if leaf == "scale":

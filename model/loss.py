@@ -120,6 +120,57 @@ def is_likeliest(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(best) == targets if best else targets.new_zeros(0, dtype=torch.bool)
 
 
+def draft_distances(
+    hidden: Tensor, weight: Tensor, embedded: Tensor, markov: Tensor, teacher_hidden: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How far a drafter's distribution q is from the target and from the backbone's distribution p, at every slot:
+    -log q(target) in nats and sum |q - p|, both fp32 [R] (fp64 for fp64 input).
+
+    q is the softmax of hidden [R, d] @ weight [V, d]^T + embedded [R, r] @ markov [V, r]^T, p that of teacher_hidden
+    [R, d] @ weight^T; targets int64 [R]. hidden, embedded and markov get gradients, the backbone's tensors none. The
+    logits are made a chunk at a time, again in the backward pass.
+    """
+    return _DraftDistances.apply(hidden, weight.detach(), embedded, markov, teacher_hidden.detach(), targets)
+
+
+class _DraftDistances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, embedded, markov, teacher_hidden, targets):
+        nll = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+        distance = torch.empty_like(nll)
+        for rows, log_q, p in _drafts(hidden, weight, embedded, markov, teacher_hidden):
+            nll[rows] = -log_q.gather(1, targets[rows, None]).squeeze(1)
+            distance[rows] = (log_q.exp() - p).abs().sum(-1)
+        ctx.save_for_backward(hidden, weight, embedded, markov, teacher_hidden, targets)
+        return nll, distance
+
+    @staticmethod
+    def backward(ctx, d_nll: Tensor, d_distance: Tensor):
+        hidden, weight, embedded, markov, teacher_hidden, targets = ctx.saved_tensors
+        d_hidden, d_embedded = torch.empty_like(hidden), torch.empty_like(embedded)
+        d_markov = torch.zeros_like(markov, dtype=_wide(markov))
+        for rows, log_q, p in _drafts(hidden, weight, embedded, markov, teacher_hidden):
+            q = log_q.exp_()
+            sign = torch.sign(q - p)
+            sign -= (q * sign).sum(-1, keepdim=True)
+            d_logits = q * (sign.mul_(d_distance[rows, None]) + d_nll[rows, None])
+            d_logits.scatter_add_(1, targets[rows, None], -d_nll[rows, None])
+            d_hidden[rows] = (d_logits.to(hidden.dtype) @ weight.to(hidden.dtype)).to(d_hidden.dtype)
+            d_embedded[rows] = (d_logits @ markov.to(d_logits.dtype)).to(embedded.dtype)
+            d_markov += d_logits.t() @ embedded[rows].to(d_logits.dtype)
+        return d_hidden, None, d_embedded, d_markov.to(markov.dtype), None, None
+
+
+@without_autocast
+def _drafts(hidden, weight, embedded, markov, teacher_hidden) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows, log q and p of each chunk."""
+    cast = weight.to(hidden.dtype)
+    for rows in _chunks(hidden, weight):
+        logits = _logits(hidden[rows], cast)
+        logits += _logits(embedded[rows], markov.to(embedded.dtype))
+        yield rows, logits.log_softmax(-1), _logits(teacher_hidden[rows], weight.to(teacher_hidden.dtype)).softmax(-1)
+
+
 def reverse_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
     """KL(student || teacher) over the whole vocabulary at every position: fp32 [R] (fp64 for fp64 input), in nats.
 

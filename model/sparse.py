@@ -5,7 +5,7 @@ Both compute, for query t and head h over the keys k in its window and its selec
     p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)),   out = sum_k p k
 in fp32 softmax. Shapes: T tokens, H heads, D head dim, N entry slots, K selected entries, W window.
 
-`gathered_attention` is the same for queries that bring their keys (decoding).
+`gathered_attention` is the same for queries that bring their keys (decoding, drafting).
 
 `dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
 gives each block the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the
@@ -70,10 +70,11 @@ def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> 
     return scores.softmax(-1)[..., :-1]
 
 
-@torch.no_grad()
 @without_autocast
 def gathered_attention(q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """Decoding: every query has keys of its own. q [T, H, D], keys [T, n, D], hidden bool [T, n] -> [T, H, D]."""
+    """Every query has keys of its own (decoding, and the drafter's training, which needs its gradients): q [T, H, D],
+    keys [T, n, D], hidden bool [T, n], sink fp32 [H] -> [T, H, D].
+    """
     p = _probabilities(torch.bmm(q, keys.transpose(1, 2)), hidden, sink, scale)
     return torch.bmm(p.to(keys.dtype), keys)
 

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -60,8 +60,8 @@ SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out 
 SHARD_BYTES = 4 * 2**30
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 _MIX = re.compile(r"(.*)\.hc_(attn|ffn)\.(fn|base|scale)")
-_EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
-_RELEASED_MIX = re.compile(r"(layers\.\d+)\.hc_(attn|ffn)_(fn|base|scale)")
+_EXPERT = re.compile(r"((?:layers|mtp)\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
+_RELEASED_MIX = re.compile(r"((?:layers|mtp)\.\d+)\.hc_(attn|ffn)_(fn|base|scale)")
 GENERATION = "generation_config.json"
 COMPANIONS = (
     "tokenizer.json",
@@ -191,7 +191,7 @@ def load_pretrained(
     tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model.
 
     Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
-    tensor. Drafter tensors (`mtp.*`) are left out: the drafter is not part of this model.
+    tensor. Drafter tensors (`mtp.*`) are left out: `load_drafter` reads them.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
@@ -204,13 +204,15 @@ def load_pretrained(
 
 
 @torch.no_grad()
-def load_weights(model: DeepseekV41, folder: str | Path) -> None:
-    """Copy a folder's tensors into `model`, block by block; a spread model reads only its own experts and rows. Nothing
-    is copied unless names, shapes and types agree completely. The scales of quantised weights are kept in
-    `model.released_scales` (at most 1 byte for 32 entries).
+def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[Part] = ()) -> None:
+    """Copy a folder's tensors into `model` (or a drafter), block by block; a spread model reads only its own experts
+    and rows. Nothing is copied unless names, shapes and types agree completely, also those of `beside`, which the
+    folder must hold too. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32
+    entries).
     """
-    targets = {part.name: part for part in parts(model)}
-    with open_checkpoint(folder, ModelConfig.load(folder), list(targets.values())) as sources:
+    held = list(parts(model))
+    targets = {part.name: part for part in held if part.tensor is not None}
+    with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
         sources = [source for source in sources if source.name in targets]
         # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
         kept = {source.name: source.kept().clone() for source in sources if source.kept is not None}
@@ -231,8 +233,10 @@ def save_pretrained(
     format: Literal["plain", "released"] = "plain",
     companions: Mapping[str, str] | None = None,
     ranks: Ranks = ALONE,
+    drafter: nn.Module | None = None,
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
+    `drafter` is written beside the model, as `mtp.*`.
 
     `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer.companion_files`).
 
@@ -244,7 +248,7 @@ def save_pretrained(
     `ranks` are the processes that write together, all that the model is spread over and their copies; they must see
     the same file system. If one of them fails, all raise.
     """
-    scales = getattr(model, "released_scales", {})
+    scales = {**getattr(model, "released_scales", {}), **getattr(drafter, "released_scales", {})}
 
     def source(part: Part) -> Source:
         if not part.written_by(ranks):
@@ -252,7 +256,7 @@ def save_pretrained(
         kept = (lambda: scales[part.name]) if part.name in scales else None
         return Source(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
 
-    held = list(parts(model))
+    held = [*parts(model), *(() if drafter is None else parts(drafter))]
     if adapter := next((part.name for part in held if ".lora_" in part.name), None):
         raise ValueError(f"the model holds an adapter ({adapter}); merge it into the weights first, or save it alone")
     spread = max(part.copies.size for part in held)
@@ -336,7 +340,8 @@ def _changed(sources: list[Source], changes: Mapping[str, Change]) -> list[Sourc
 @contextmanager
 def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[Part]) -> Iterator[list[Source]]:
     """The rows of a folder's tensors that this process holds, in the order of the files, once the folder as a whole is
-    checked against the model's tensors. Drafter tensors (`mtp.*`) are among them. Raises what `load_pretrained` raises.
+    checked against the model's tensors. Drafter tensors (`mtp.*`) are among them, as the files say unless `held` names
+    them. Raises what `load_pretrained` raises.
     """
     folder = Path(folder)
     shapes = {part.name: part.shape for part in held}
@@ -346,7 +351,7 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[Part]) -
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     headers = read_headers(folder)
-    drafter = _drafter_shapes(headers)
+    drafter = {} if any(name.startswith("mtp.") for name in shapes) else _drafter_shapes(headers)
     packings = {name: packing_of(name) for name in shapes} if quantised else {}
     packings |= {name: packing_of(name) for name in drafter if headers[name].dtype not in PLAIN}
     scales = file_headers(folder / SCALES) if (folder / SCALES).is_file() else {}
@@ -415,7 +420,7 @@ def _problems(
 
 
 def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the drafter's tensors, taken from the file itself: this model does not know them."""
+    """Shapes of the drafter's tensors, taken from the file itself: a model without its drafter does not know them."""
     shapes = {}
     for name, header in headers.items():
         if name.startswith("mtp.") and not name.endswith(".scale"):

@@ -1,0 +1,489 @@
+"""DSpark, the drafter: a few blocks that propose the next tokens all at once, from what the backbone has computed.
+
+Geometry (released inference code; V4.1 report, arXiv 2609.19969). The anchor a is the place of the token just drawn,
+so the backbone has passed positions 0..a-1. A block of B drafts starts there: the anchor token, then B-1 noise tokens,
+in n equal streams. Every draft sees the context keys of positions max(0, a-W)..a-1 and all B keys of its own block
+(nothing is causal inside). Context keys come from `main_x`, the backbone's own streams at the target layers, projected
+and normed; each stage makes its own. Slot i proposes the token at a+1+i: its base logits get a bias from the token
+before it (the Markov head), its confidence logit predicts whether the proposal will be accepted.
+
+The backbone's embedding and head serve the drafter too; nothing of the backbone gets a gradient.
+
+Loss (DeepSpec, arXiv 2607.05147), q the drafter's distribution given the true tokens before, p the backbone's:
+    0.1 CE + 0.9 L1 + 1.0 BCE, weighted over slots by exp(-i/4) while the slots up to there are supervised.
+
+Shapes: T real tokens of the pack, N drafted blocks, B block size, W window, n streams, d hidden, H heads, D head dim,
+V vocabulary, r Markov rank; A anchors of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.backbone import Block, DeepseekV41, Features, State, allocate_model, cast_model
+from model.checkpoint import load_weights, parts
+from model.config import ModelConfig, Runtime, TextConfig, drafter_problems
+from model.hyper import collapse, expand
+from model.init import init_weights
+from model.loss import draft_distances
+from model.moe import Routing, expert_load
+from model.norm import RMSNorm
+from model.pack import Pack
+from model.parallel import Parallel, mark_shards
+from model.released import read_headers
+from model.rope import inverse_frequencies, rotations
+from model.sparse import chunk_elements, dense_attention, gathered_attention
+
+CE, L1, BCE = 0.1, 0.9, 1.0  # weights of the loss terms (DeepSpec)
+DECAY = 4.0  # a slot i counts exp(-i / DECAY)
+
+
+class Layout(NamedTuple):
+    """Where N blocks of drafts stand: places int64 [N, W] of their context keys among those that a stage is given,
+    hidden bool [N, W]: no key there (before the document or the window), phasors complex64 [N*B, rope/2] of the drafts.
+
+    image is what routers ask a pack for: drafts are routed as text, by `bias`, whatever they follow.
+    """
+
+    places: Tensor
+    hidden: Tensor
+    phasors: Tensor
+    image: None = None
+
+
+class Anchors(NamedTuple):
+    """The anchors of a batch: shape of what was given ([A] or [B, A]); real int64 [N], which of them are no filler
+    (-1); last int64 [N]: pack index of the position before each.
+    """
+
+    shape: torch.Size
+    real: Tensor
+    last: Tensor
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """[A, ...] or [B, A, ...] -> [N, ...]."""
+        return x.flatten(0, len(self.shape) - 1).index_select(0, self.real)
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [A, ...] or [B, A, ...]; zero at fillers."""
+        if len(self.real) != self.shape.numel():
+            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
+        return x.view(*self.shape, *x.shape[1:])
+
+
+class Drafted(NamedTuple):
+    """What the drafter computes with known tokens, for anchors [A] ([B, A]: everything has B in front).
+
+    main_x [S, d], zero at padding; hidden [A, B, d] before the last norm; base_logits and logits (with the Markov head)
+    fp32 [A, B, V]; confidence fp32 [A, B], no sigmoid.
+    """
+
+    main_x: Tensor
+    hidden: Tensor
+    base_logits: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+
+class Draft(NamedTuple):
+    """Greedy drafts: tokens int64 [A, B], the logits fp32 [A, B, V] that each is the largest of, confidence fp32
+    [A, B]. With anchors [B, A] all have B in front.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+
+class DraftLoss(NamedTuple):
+    """loss = 0.1 ce + 0.9 l1 + bce, differentiable, each a mean over all slots of the batch by `weights`; tau: expected
+    accepted length, 1 + the drafts, averaged over blocks with a supervised slot. Detached, shaped as the anchors with B
+    behind: valid bool, weights, alpha (acceptance, 0 where not valid), confidence (logits). Sums for larger batches:
+    weight_sum, tau_sum, blocks. expert_load int64 [stages, 2, E].
+    """
+
+    loss: Tensor
+    ce: Tensor
+    l1: Tensor
+    bce: Tensor
+    tau: Tensor
+    valid: Tensor
+    weights: Tensor
+    alpha: Tensor
+    confidence: Tensor
+    weight_sum: Tensor
+    tau_sum: Tensor
+    blocks: Tensor
+    expert_load: Tensor
+
+
+class MarkovHead(nn.Module):
+    """A bias on the logits from the token before: embed [V, r], head [V, r]."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.dspark_markov_rank)
+        self.head = nn.Linear(config.dspark_markov_rank, config.vocab_size, bias=False)
+
+    def bias(self, embedded: Tensor) -> Tensor:
+        """embedded [..., r] -> fp32 [..., V]."""
+        with torch.autocast(embedded.device.type, enabled=False):
+            return F.linear(embedded.float(), self.head.weight.float())
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a draft is accepted, as a logit."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.dspark_markov_rank, 1, bias=False)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """hidden [..., d] before the last norm, embedded [..., r] of the token before -> fp32 [...]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            both = torch.cat([hidden.float(), embedded.float()], dim=-1)
+            return F.linear(both, self.proj.weight.float()).squeeze(-1)
+
+
+class Stage(Block):
+    """A block of the backbone's kind (window only, its own number of experts) that attends to context keys. The first
+    stage also owns what makes `main_x`, the last one the heads.
+    """
+
+    def __init__(self, config: TextConfig, stage: int, parallel: Parallel):
+        stages, layers = config.num_nextn_predict_layers, config.num_hidden_layers
+        inner = replace(
+            config,
+            compress_ratios=(*config.compress_ratios[:layers], *[0] * stages),
+            n_routed_experts=config.dspark_n_routed_experts,
+            num_experts_per_tok=config.dspark_num_experts_per_tok,
+        )
+        super().__init__(inner, layers + stage, parallel)
+        if stage == 0:
+            width = len(config.dspark_target_layer_ids) * config.hidden_size
+            self.main_proj = nn.Linear(width, config.hidden_size, bias=False)
+            self.main_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if stage == stages - 1:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.markov_head = MarkovHead(config)
+            self.confidence_head = ConfidenceHead(config)
+
+    def forward(self, state: State, context_keys: Tensor, layout: Layout, plain: bool) -> tuple[State, Routing]:
+        """state of N*B drafts, context_keys [M, D] that the layout's places point into. plain: one block after the
+        other, by the reference attention.
+        """
+        streams = state.streams
+        mix = self.hc_attn(streams)
+        x = self.attn_norm(collapse(streams, state.pre_mix))
+        q, _ = self.attn.queries(x, layout.phasors)
+        attend = attend_plainly if plain else attend_in_chunks
+        keys = self.attn.window_keys(x, layout.phasors)
+        out = attend(q, keys, context_keys, layout, self.attn.attn_sink, self.attn.scale)
+        streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
+        pre_mix = mix.pre
+        mix = self.hc_ffn(streams)
+        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout)
+        return State(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
+
+
+class Drafter(nn.Module):
+    """All of `mtp.*`, or this rank's part of it (the experts are split like the backbone's).
+
+    It uses `backbone` (embedding, head, a pass over the text), which is no part of it: neither its parameters nor its
+    state dict are the drafter's.
+    """
+
+    def __init__(self, backbone: DeepseekV41):
+        super().__init__()
+        self.config, self.parallel = backbone.config, backbone.parallel
+        text = self.config.text
+        self.mtp = nn.ModuleList(Stage(text, stage, self.parallel) for stage in range(text.num_nextn_predict_layers))
+        self.block_size, self.frequencies = text.dspark_block_size, inverse_frequencies(text, compressed=False)
+        self._backbone = (backbone,)  # in a tuple: not a submodule
+
+    @property
+    def backbone(self) -> DeepseekV41:
+        return self._backbone[0]
+
+    @property
+    def runtime(self) -> Runtime:
+        """How the backbone is run; `attention="dense"` also makes the drafter take the plain path, block by block."""
+        return self.backbone.runtime
+
+    def balance_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """(bias, bias_vl) of every stage's router, fp32 [E] each; drafts are routed by the first."""
+        return [(stage.ffn.gate.bias, stage.ffn.gate.bias_vl) for stage in self.mtp]
+
+    def forward(
+        self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, previous_tokens: Tensor, **batch: Tensor
+    ) -> Drafted:
+        """Drafts with known tokens before each slot.
+
+        input_ids int64 [B, S]; anchors int64 [A] of the only row, or [B, A] with -1 for none: places in the row, where
+        the document of the position before goes on; anchor_tokens as anchors; previous_tokens int64 [..., block size]:
+        the token before each slot, first the anchor token. batch: the rest of what `DeepseekV41.features` takes.
+        Raises ValueError for anchors without a real token before them.
+        """
+        features = self._features(input_ids, batch)
+        where = self.locate(anchors, features.pack, input_ids.shape)
+        main_x = self.main_x(features.entering)
+        hidden, _ = self._blocks(main_x, where, features.pack, where.flatten(anchor_tokens))
+        base_logits = self._base_logits(hidden)
+        embedded = self._last.markov_head.embed(where.flatten(previous_tokens))
+        logits = base_logits + self._last.markov_head.bias(embedded)
+        confidence = self._last.confidence_head(hidden, embedded)
+        whole = features.pack.unflatten(main_x)
+        found = (where.unflatten(x) for x in (hidden, base_logits, logits, confidence))
+        return Drafted(whole[0] if anchors.dim() == 1 else whole, *found)
+
+    @torch.no_grad()
+    def draft(self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, **batch: Tensor) -> Draft:
+        """Greedy drafts: each slot takes the likeliest token, which then stands before the next. Inputs as in
+        `forward`.
+        """
+        features = self._features(input_ids, batch)
+        where = self.locate(anchors, features.pack, input_ids.shape)
+        first = where.flatten(anchor_tokens)
+        hidden, _ = self._blocks(self.main_x(features.entering), where, features.pack, first)
+        found = self.greedy(hidden, first)
+        return Draft(*(where.unflatten(x) for x in found))
+
+    def greedy(self, hidden: Tensor, first: Tensor) -> Draft:
+        """Slot by slot from hidden [N, B, d] and anchor tokens int64 [N]."""
+        logits, before, tokens, embedded = self._base_logits(hidden), first, [], []
+        for slot in range(self.block_size):
+            embedded.append(self._last.markov_head.embed(before))
+            logits[:, slot] += self._last.markov_head.bias(embedded[-1])
+            before = logits[:, slot].argmax(-1)
+            tokens.append(before)
+        confidence = self._last.confidence_head(hidden, torch.stack(embedded, dim=1))
+        return Draft(torch.stack(tokens, dim=1), logits, confidence)
+
+    def loss(
+        self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool = True, **batch: Tensor
+    ) -> DraftLoss:
+        """The training loss of a batch. labels int64 [B, S], not shifted, -100 ignored; anchors as in `forward`, inside
+        the text: a block is cut where its document ends or a label is missing.
+
+        detach_confidence: the confidence's error trains its head only (it is disputed whether it should reach the
+        drafter: DeepSpec lets it, an ablation in `speculators`, pull request 848, found that this hurts).
+        """
+        features = self._features(input_ids, {**batch, "labels": labels})
+        pack = features.pack
+        where = self.locate(anchors, pack, input_ids.shape)
+        slots = slots_of(where, pack, input_ids, labels, self.block_size, self.config.pad_token_id)
+        hidden, routings = self._blocks(self.main_x(features.entering), where, pack, slots.before[:, 0])
+        embedded = self._last.markov_head.embed(slots.before)
+        rows = slots.valid.flatten().nonzero().flatten()
+
+        def supervised(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).index_select(0, rows)
+
+        teacher = features.hidden.index_select(0, supervised(slots.at))
+        nll, distance = draft_distances(
+            supervised(self._last.norm(hidden)),
+            self.backbone.head.whole().detach(),
+            supervised(embedded),
+            self._last.markov_head.head.weight,
+            teacher,
+            supervised(slots.target),
+        )
+        confidence = self._last.confidence_head(*(x.detach() if detach_confidence else x for x in (hidden, embedded)))
+        sure = supervised(confidence)
+        accepted = (1 - distance.detach() / 2).clamp(0, 1).float()
+        wrong = F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")
+        weights = slots.weights
+        weight, total = supervised(weights), weights.sum()
+        count = total.where(total > 0, 1.0)  # no supervised slot at all: 0, not NaN
+        ce, l1, bce = ((weight * term).sum() / count for term in (nll, distance, wrong))
+        alpha = accepted.new_zeros(weights.numel()).index_copy(0, rows, accepted).view_as(weights)
+        tau_sum = (slots.valid[:, 0] + alpha.cumprod(1).sum(1)).sum()
+        blocks = slots.valid[:, 0].sum()
+        shown = (where.unflatten(x.detach()) for x in (slots.valid, weights, alpha, confidence))
+        load = torch.stack([expert_load(routing, None) for routing in routings])
+        terms = (CE * ce + L1 * l1 + BCE * bce, ce, l1, bce, tau_sum / blocks.clamp(min=1))
+        return DraftLoss(*terms, *shown, total, tau_sum, blocks, load)
+
+    def main_x(self, entering: Tensor) -> Tensor:
+        """[T, target layers * d] of the backbone -> [T, d], what all stages make their context keys from."""
+        return self.mtp[0].main_norm(self.mtp[0].main_proj(entering))
+
+    def locate(self, anchors: Tensor, pack: Pack, shape: Sequence[int]) -> Anchors:
+        """Where the anchors of rows [B, S] stand in the pack."""
+        rows, length = shape
+        wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
+        if not (anchors.dim() == 2 and len(anchors) == rows or anchors.dim() == 1 and rows == 1):
+            raise ValueError(f"anchors must be {wanted}, got {list(anchors.shape)}")
+        flat = anchors.flatten()
+        real = (flat != -1).nonzero().flatten()
+        flat = flat.index_select(0, real)
+        place = real.div(anchors.shape[-1], rounding_mode="floor") * length + flat - 1
+        wrong = (flat < 1) | (flat > length)
+        last = place if pack.gather is None else torch.searchsorted(pack.gather, place).clamp(max=pack.tokens - 1)
+        if pack.gather is not None:
+            wrong |= pack.gather.index_select(0, last) != place
+        if bool(wrong.any()):
+            at = int(flat[wrong][0])
+            raise ValueError(
+                f"anchors: {at} has no token before it; allowed are 1..{length} behind a real token, or -1"
+            )
+        return Anchors(anchors.shape, real, last)
+
+    def _features(self, input_ids: Tensor, batch: dict[str, Tensor]) -> Features:
+        return self.backbone.features(self.config.text.dspark_target_layer_ids, input_ids, **batch)
+
+    def _blocks(self, main_x: Tensor, where: Anchors, pack: Pack, first: Tensor) -> tuple[Tensor, list[Routing]]:
+        """The stages over the context main_x [T, d]: hidden [N, B, d] and their routings. first int64 [N]: the anchor
+        tokens.
+        """
+        window = self.config.text.sliding_window
+        index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=main_x.device)
+        hidden = index < pack.document_start.index_select(0, where.last)[:, None]
+        position = pack.position.index_select(0, where.last) + 1
+        layout = Layout(index.clamp(min=0), hidden, self.phasors(position))
+        return self.run(first, layout, [stage.attn.window_keys(main_x, pack.phasors) for stage in self.mtp])
+
+    def phasors(self, anchors: Tensor) -> Tensor:
+        """complex64 [N*B, rope/2] of blocks at positions int64 [N]."""
+        positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
+        return rotations(positions.flatten(), self.frequencies)
+
+    def run(self, first: Tensor, layout: Layout, context_keys: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
+        """All stages, each with its context keys [M, D] -> hidden [N, B, d] and the routings of the N*B drafts."""
+        noise = torch.full((len(first), self.block_size), self.config.text.dspark_noise_token_id, device=first.device)
+        noise[:, 0] = first
+        with torch.no_grad():
+            x = self.backbone.embed(noise.flatten())
+        state, routings, plain = self.backbone.enter(x), [], self.runtime.attention == "dense"
+        for stage, keys in zip(self.mtp, context_keys, strict=True):
+            if self.runtime.recompute and torch.is_grad_enabled():
+                state, routing = checkpoint(stage, state, keys, layout, plain, use_reentrant=False)
+            else:
+                state, routing = stage(state, keys, layout, plain)
+            routings.append(routing)
+        return collapse(state.streams, state.pre_mix).unflatten(0, (-1, self.block_size)), routings
+
+    def _base_logits(self, hidden: Tensor) -> Tensor:
+        return self.backbone.head(self._last.norm(hidden))
+
+    @property
+    def _last(self) -> Stage:
+        return self.mtp[-1]
+
+
+class Slots(NamedTuple):
+    """The slots of N blocks, all [N, B]: before int64, the token before each (the pad token behind the text); at int64,
+    pack index of the backbone's state that predicts the same token; target int64, -100 for none; valid bool: this slot
+    and all before it have a target; weights fp32.
+    """
+
+    before: Tensor
+    at: Tensor
+    target: Tensor
+    valid: Tensor
+    weights: Tensor
+
+
+def slots_of(where: Anchors, pack: Pack, input_ids: Tensor, labels: Tensor, block_size: int, pad: int) -> Slots:
+    """What the slots of a batch are taught; costs no forward. labels int64 [B, S], not shifted."""
+    ids, wanted = pack.flatten(input_ids), pack.flatten(labels)
+    at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
+    inside = at < pack.tokens
+    at = at.clamp(max=pack.tokens - 1)
+    inside &= pack.document[at] == pack.document[where.last][:, None]
+    tokens = torch.where(inside, ids[at], pad)
+    target = torch.where(inside, wanted[at], -100)[:, 1:]
+    valid = (target >= 0).cumprod(1).bool()
+    decay = torch.exp(-torch.arange(block_size, device=ids.device, dtype=torch.float32) / DECAY)
+    return Slots(tokens[:, :-1], at[:, :-1], target, valid, valid * decay)
+
+
+def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
+    """Attention of drafts q [N*B, H, D] over their context keys and their block's keys [N*B, D] -> [N*B, H, D].
+
+    Blocks gather their context, so many at a time that scores stay small; the backward gathers again.
+    """
+    blocks, window = layout.places.shape
+    if not blocks:
+        return q
+    size, heads, dim = len(keys) // blocks, *q.shape[1:]
+    step = max(1, chunk_elements(q.device) // (size * heads * (window + size) + (window + size) * dim))
+    q, keys = q.view(blocks, size * heads, dim), keys.view(blocks, size, dim)
+    sink, found = sink.repeat(size), []
+
+    def attend(q: Tensor, keys: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
+        near = context.index_select(0, places.flatten()).view(*places.shape, dim)
+        hidden = F.pad(hidden, (0, size))  # the block's own keys are seen by all of it
+        return gathered_attention(q, torch.cat([near, keys], dim=1), hidden, sink, scale)
+
+    for at in range(0, blocks, step):
+        part = slice(at, at + step)
+        inputs = (q[part], keys[part], layout.places[part], layout.hidden[part])
+        again = torch.is_grad_enabled() and step < blocks
+        found.append(checkpoint(attend, *inputs, use_reentrant=False) if again else attend(*inputs))
+    return torch.cat(found).view(-1, heads, dim)
+
+
+def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
+    """The reference: block after block, only the keys that it sees, by `dense_attention`, whose `entries` these are."""
+    if not len(layout.places):
+        return q
+    found = []
+    for places, hidden, own_q, own in zip(
+        layout.places, layout.hidden, *(x.chunk(len(layout.places)) for x in (q, keys)), strict=True
+    ):
+        seen = torch.cat([context[places[~hidden]], own])
+        every = torch.arange(len(seen), device=q.device).expand(len(own), -1)
+        nothing = torch.full((len(own),), len(own), device=q.device)  # no window: the first visible key is behind all
+        found.append(dense_attention(own_q, own, nothing, seen, every, sink, scale)[0])
+    return torch.cat(found) if found else q
+
+
+def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
+    """A freshly initialised drafter for a backbone, on its device and in its precision. Raises ValueError that lists
+    what its configuration lacks for one.
+    """
+    drafter = allocate_drafter(backbone)
+    if backbone.embed.weight.device.type != "meta":
+        init_weights(drafter, seed)
+    return drafter
+
+
+def allocate_drafter(backbone: DeepseekV41) -> Drafter:
+    """A drafter whose parameters are allocated where the backbone is, but not yet written."""
+    problems = [f"text_config.{problem}" for problem in drafter_problems(backbone.config.text)]
+    if problems:
+        raise ValueError("this configuration describes no drafter:\n  " + "\n  ".join(problems))
+    with torch.device("meta"):
+        drafter = Drafter(backbone)
+    drafter.frequencies = inverse_frequencies(backbone.config.text, compressed=False)
+    weight = backbone.embed.weight
+    drafter = cast_model(drafter, weight.dtype).to_empty(device=weight.device)
+    mark_shards(drafter)
+    return drafter
+
+
+def load_drafter(folder: str | Path, backbone: DeepseekV41) -> Drafter:
+    """The drafter of a checkpoint folder (`mtp.*`, quantised, bf16 or fp32), for the backbone that was loaded from it.
+
+    Raises FileNotFoundError for a missing file; ValueError for a folder without a drafter or of another backbone, and
+    one that lists every tensor that is missing, extra, mis-shaped or mis-typed.
+    """
+    folder = Path(folder)
+    config = ModelConfig.load(folder)
+    if not any(name.startswith("mtp.") for name in read_headers(folder)):
+        raise ValueError(f"{folder} holds no drafter: no tensor of it is called mtp.*")
+    if config.text != backbone.config.text:
+        raise ValueError(f"{folder / 'config.json'}: text_config is not that of the backbone given for the drafter")
+    drafter = allocate_drafter(backbone)
+    skeleton = allocate_model(config, None, None, "meta", torch.float32)
+    load_weights(drafter, folder, beside=list(parts(skeleton)))
+    return drafter
