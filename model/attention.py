@@ -162,7 +162,7 @@ class Attention(nn.Module):
     def project(self, out: Tensor, phasors: Tensor) -> Tensor:
         """What the heads gathered, [T, H, D] -> turned back, each group's block of wo_a, wo_b -> [T, d]."""
         out = rotate(out, phasors, inverse=True)
-        return self.wo_b(self.wo_a(out.reshape(out.shape[0], self.groups, -1)).flatten(1))
+        return self.wo_b(self.wo_a(out.flatten(1).unflatten(1, (self.groups, -1))).flatten(1))
 
     def compress(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None) -> Shared:
         """The Full layer's own part: compressed entries and index keys of x [T, d]."""

@@ -33,6 +33,10 @@ PARTS = (
     ("head", r"^head\."),
     ("norms", r"norm\.weight$"),
 )
+DRAFTER_HEADS = (
+    "drafter heads",
+    r"^mtp\.\d+\.(main_proj|markov_head|confidence_head)\.",
+)  # else it has what others have
 OUTSIDE_BACKBONE = ("Engram tables", "vision")
 ELEMENTWISE = (".engram.q_weight", ".engram.k_weight")  # 2-D, but no matrices
 RECOMPUTED = "one block computed again"
@@ -40,17 +44,20 @@ RECOMPUTED = "one block computed again"
 
 def part_of(name: str) -> str:
     """The part that a parameter belongs to, by its name."""
-    for part, pattern in PARTS:
+    for part, pattern in (*PARTS, DRAFTER_HEADS):
         if re.search(pattern, name):
             return part
     raise AssertionError(f"{name} belongs to no part; add it to PARTS")
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
-    """Number of parameters of each part; parts the model lacks are 0. Backbone: all but `OUTSIDE_BACKBONE`."""
+    """Number of parameters of each part of a model or drafter; parts the model lacks are 0. Backbone: all but
+    `OUTSIDE_BACKBONE`.
+    """
     counts = dict.fromkeys((part for part, _ in PARTS), 0)
     for name, parameter in model.named_parameters():
-        counts[part_of(name)] += parameter.numel()
+        part = part_of(name)
+        counts[part] = counts.get(part, 0) + parameter.numel()
     return counts
 
 

@@ -279,7 +279,7 @@ class Drafter(nn.Module):
         features = self._features(input_ids, {**batch, "labels": labels})
         pack = features.pack
         where = self.locate(anchors, pack, input_ids.shape)
-        slots = slots_of(where, pack, input_ids, labels, self.block_size, self.config.pad_token_id)
+        slots = slots_of(where, pack, input_ids, labels, self.block_size)
         hidden, routings = self._blocks(self.main_x(features.entering), where, pack, slots.before[:, 0])
         embedded = self._last.markov_head.embed(slots.before)
         rows = slots.valid.flatten().nonzero().flatten()
@@ -342,14 +342,23 @@ class Drafter(nn.Module):
 
     def _blocks(self, main_x: Tensor, where: Anchors, pack: Pack, first: Tensor) -> tuple[Tensor, list[Routing]]:
         """The stages over the context main_x [T, d]: hidden [N, B, d] and their routings. first int64 [N]: the anchor
-        tokens.
+        tokens. Without any anchor one block runs all the same, and is dropped: no rank may be missing from the exchanges
+        of expert inputs, in the backward neither.
         """
+        context_keys = [stage.attn.window_keys(main_x, pack.phasors) for stage in self.mtp]
+        if len(first):
+            return self.run(first, self.layout(where, pack), context_keys)
+        nowhere = first.new_zeros(1)
+        hidden, routings = self.run(nowhere, self.layout(where._replace(last=nowhere), pack), context_keys)
+        return hidden[:0], [Routing(*(x[:0] for x in routing)) for routing in routings]
+
+    def layout(self, where: Anchors, pack: Pack) -> Layout:
+        """The drafts of a pack's anchors; places are pack indices."""
         window = self.config.text.sliding_window
-        index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=main_x.device)
+        index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=where.last.device)
         hidden = index < pack.document_start.index_select(0, where.last)[:, None]
         position = pack.position.index_select(0, where.last) + 1
-        layout = Layout(index.clamp(min=0), hidden, self.phasors(position))
-        return self.run(first, layout, [stage.attn.window_keys(main_x, pack.phasors) for stage in self.mtp])
+        return Layout(index.clamp(min=0), hidden, self.phasors(position))
 
     def phasors(self, anchors: Tensor) -> Tensor:
         """complex64 [N*B, rope/2] of blocks at positions int64 [N]."""
@@ -369,7 +378,7 @@ class Drafter(nn.Module):
             else:
                 state, routing = stage(state, keys, layout, plain)
             routings.append(routing)
-        return collapse(state.streams, state.pre_mix).unflatten(0, (-1, self.block_size)), routings
+        return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
 
     def _base_logits(self, hidden: Tensor) -> Tensor:
         return self.backbone.head(self._last.norm(hidden))
@@ -380,9 +389,9 @@ class Drafter(nn.Module):
 
 
 class Slots(NamedTuple):
-    """The slots of N blocks, all [N, B]: before int64, the token before each (the pad token behind the text); at int64,
-    pack index of the backbone's state that predicts the same token; target int64, -100 for none; valid bool: this slot
-    and all before it have a target; weights fp32.
+    """The slots of N blocks, all [N, B]: at int64, pack index of the token before each (behind the document: of its
+    last token), where the backbone's state predicts the same; before int64, that token; target int64, -100 for none;
+    valid bool: this slot and all before it have a target; weights fp32.
     """
 
     before: Tensor
@@ -392,18 +401,17 @@ class Slots(NamedTuple):
     weights: Tensor
 
 
-def slots_of(where: Anchors, pack: Pack, input_ids: Tensor, labels: Tensor, block_size: int, pad: int) -> Slots:
+def slots_of(where: Anchors, pack: Pack, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
     """What the slots of a batch are taught; costs no forward. labels int64 [B, S], not shifted."""
     ids, wanted = pack.flatten(input_ids), pack.flatten(labels)
     at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
-    inside = at < pack.tokens
-    at = at.clamp(max=pack.tokens - 1)
-    inside &= pack.document[at] == pack.document[where.last][:, None]
-    tokens = torch.where(inside, ids[at], pad)
+    document = pack.document.index_select(0, where.last)
+    end = pack.document_start.index_select(0, where.last) + pack.document_lengths.index_select(0, document) - 1
+    inside, at = at <= end[:, None], at.minimum(end[:, None])
     target = torch.where(inside, wanted[at], -100)[:, 1:]
     valid = (target >= 0).cumprod(1).bool()
     decay = torch.exp(-torch.arange(block_size, device=ids.device, dtype=torch.float32) / DECAY)
-    return Slots(tokens[:, :-1], at[:, :-1], target, valid, valid * decay)
+    return Slots(ids[at[:, :-1]], at[:, :-1], target, valid, valid * decay)
 
 
 def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
@@ -412,8 +420,6 @@ def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, s
     Blocks gather their context, so many at a time that scores stay small; the backward gathers again.
     """
     blocks, window = layout.places.shape
-    if not blocks:
-        return q
     size, heads, dim = len(keys) // blocks, *q.shape[1:]
     step = max(1, chunk_elements(q.device) // (size * heads * (window + size) + (window + size) * dim))
     q, keys = q.view(blocks, size * heads, dim), keys.view(blocks, size, dim)
@@ -434,8 +440,6 @@ def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, s
 
 def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
     """The reference: block after block, only the keys that it sees, by `dense_attention`, whose `entries` these are."""
-    if not len(layout.places):
-        return q
     found = []
     for places, hidden, own_q, own in zip(
         layout.places, layout.hidden, *(x.chunk(len(layout.places)) for x in (q, keys)), strict=True
@@ -444,7 +448,7 @@ def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sin
         every = torch.arange(len(seen), device=q.device).expand(len(own), -1)
         nothing = torch.full((len(own),), len(own), device=q.device)  # no window: the first visible key is behind all
         found.append(dense_attention(own_q, own, nothing, seen, every, sink, scale)[0])
-    return torch.cat(found) if found else q
+    return torch.cat(found)
 
 
 def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:

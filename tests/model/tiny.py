@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import model.attention
 import model.cache.cache
 import model.indexer
-from model import DeepseekV41, ModelConfig, Runtime, build_model
+from model import DeepseekV41, Drafter, ModelConfig, Runtime, build_drafter, build_model
 from model.layout import Pack, build_pack
 from model.vision import END, IMAGE, NEWLINE, START
 
@@ -83,7 +83,27 @@ def tiny_model(runtime: Runtime | None = None, seed: int = 0, **changes) -> Deep
     """A model in which everything matters: matrices at 1/sqrt(fan-in), and biases, sinks and mHC bases at random."""
     config = tiny_config(**changes)
     token_map = torch.arange(config.text.vocab_size) % 50 if config.text.engram_layer_ids else None
-    built = build_model(config, runtime=runtime, token_map=token_map, seed=seed)
+    return lively(build_model(config, runtime=runtime, token_map=token_map, seed=seed), seed)
+
+
+DRAFTER = {
+    "num_nextn_predict_layers": 2,
+    "dspark_target_layer_ids": [2, 4, 5],
+    "dspark_noise_token_id": 60,
+    "dspark_block_size": 3,
+    "dspark_markov_rank": 6,
+    "dspark_n_routed_experts": 6,
+    "dspark_num_experts_per_tok": 3,
+}
+
+
+def tiny_drafter(runtime: Runtime | None = None, seed: int = 0, **changes) -> Drafter:
+    """A drafter in which everything matters, with its backbone."""
+    return lively(build_drafter(tiny_model(runtime, seed, **{**DRAFTER, **changes})), seed + 100)
+
+
+def lively(built: nn.Module, seed: int) -> nn.Module:
+    """Random values at the scale at which each kind of parameter matters, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*built.named_parameters(), *built.named_buffers()]:

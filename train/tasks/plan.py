@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from model import DeepseekV41, ModelConfig, build_model, count
+from model import DeepseekV41, ModelConfig, build_drafter, build_model, count
+from model.config import drafter_problems
 from optim import Optimizer
 from optim.muon import BATCH_ELEMENTS, COEFFICIENTS
 from optim.optimizer import STATE_KEYS
@@ -297,6 +298,7 @@ def report(p: Plan) -> str:
     kv = count.kv_bytes(text)
     return "\n".join([
         *_table(("parameters", "", ""), _parameter_rows(p.model)),
+        *_drafter_table(p.model),
         *_table(("active parameters of a text token", "", ""), _active_rows(p.model)),
         *_table(
             ("KV cache", "bytes/token"),
@@ -381,6 +383,16 @@ def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
     backbone = total - sum(counts[part] for part in count.OUTSIDE_BACKBONE)
     sums = [("backbone: all but Engram tables, vision", backbone), ("all", total)]
     return [(part, f"{n:,}", _share(n, total)) for part, n in [*counts.items(), *sums] if n]
+
+
+def _drafter_table(model: DeepseekV41) -> list[str]:
+    """The drafter's parameters where the configuration has one; no layout holds it beside the model."""
+    if drafter_problems(model.config.text):
+        return []
+    counts = count.parameters(build_drafter(model))
+    total = sum(counts.values())
+    rows = [(part, f"{n:,}", _share(n, total)) for part, n in [*counts.items(), ("all", total)] if n]
+    return _table(("drafter (mtp.*), not counted above or below", "", ""), rows)
 
 
 def _active_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
