@@ -342,8 +342,8 @@ class Drafter(nn.Module):
 
     def _blocks(self, main_x: Tensor, where: Anchors, pack: Pack, first: Tensor) -> tuple[Tensor, list[Routing]]:
         """The stages over the context main_x [T, d]: hidden [N, B, d] and their routings. first int64 [N]: the anchor
-        tokens. Without any anchor one block runs all the same, and is dropped: no rank may be missing from the exchanges
-        of expert inputs, in the backward neither.
+        tokens. Without any anchor one block runs all the same, and is dropped: no rank may miss the exchanges of expert
+        inputs, nor those of the backward.
         """
         context_keys = [stage.attn.window_keys(main_x, pack.phasors) for stage in self.mtp]
         if len(first):
