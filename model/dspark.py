@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.backbone import Block, DeepseekV41, Features, State, allocate_model, cast_model
-from model.checkpoint import load_weights, parts
+from model.checkpoint.checkpoint import load_weights, parts
+from model.checkpoint.released import read_headers
 from model.config import ModelConfig, Runtime, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
+from model.layout import Pack
 from model.loss import draft_distances
 from model.moe import Routing, expert_load
 from model.norm import RMSNorm
-from model.pack import Pack
-from model.parallel import Parallel, mark_shards
-from model.released import read_headers
+from model.parallel.ranks import Parallel, mark_shards
 from model.rope import inverse_frequencies, rotations
 from model.sparse import chunk_elements, dense_attention, gathered_attention
 

@@ -27,9 +27,9 @@ from model import (
     open_folder,
     save_pretrained,
 )
-from model.checkpoint import released_names
+from model.checkpoint.checkpoint import released_names
 from model.loss import draft_distances
-from model.parallel import Parallel
+from model.parallel.ranks import Parallel
 from tests import processes
 from tests.model.golden_files import golden
 from tests.model.test_parallel import NOISE, assembled, ranks_of

@@ -122,6 +122,8 @@ def test_the_released_model_on_a_cluster(compose_raw) -> None:
     printed = report(plan(config))
     for fact in ("551,880,804,464", "196,613,849,600", "7,895,552,824", "16,130,558,064", " 890\n", "DOES NOT FIT"):
         assert fact in printed, f"{fact!r} not in\n{printed}"
+    drafter = printed.split("drafter (mtp.*)")[1].split("\n\n")[0]
+    assert "13,589,544,960" in drafter and re.search(r"all +14,2\d\d,", drafter)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF_DIR / "parallel").glob("*.yaml")))
