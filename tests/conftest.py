@@ -1,4 +1,8 @@
-"""One thread a process: the tests' tensors are too small for more, and many tests start processes of their own."""
+"""One thread a process: the tests' tensors are too small for more, and many tests start processes of their own.
+
+Without a GPU Triton's kernels run in its interpreter. Triton asks for that when it is imported, and libraries import
+it, so it is said here.
+"""
 
 import os
 
@@ -6,3 +10,5 @@ import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,85 @@
+"""Registers kernels as PyTorch operators, and launches or records them.
+
+Annotations in the files that define operators are real types, not strings: PyTorch reads the schema from them.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: what is needed to compile it, and the work it does.
+
+    `flops` are multiply-adds times two of its matrix products; `bytes` is every tensor argument read or written once,
+    the least that memory has to move.
+    """
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    flops: float
+    bytes: float
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect the launches on meta tensors inside the body; nothing runs there."""
+    global _recorded
+    _recorded = found = []
+    try:
+        yield found
+    finally:
+        _recorded = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0.0, **keywords: Any) -> None:
+    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. On meta and fake
+    tensors nothing runs. An empty grid is no launch.
+    """
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        if _recorded is not None:
+            options = {k: v for k, v in keywords.items() if k in COMPILE_OPTIONS}
+            constants = {k: v for k, v in keywords.items() if k not in COMPILE_OPTIONS}
+            named = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+            moved = sum(t.numel() * t.element_size() for t in tensors)
+            _recorded.append(Launch(kernel, named, options, flops, moved))
+        return
+    if not math.prod(grid):
+        return
+    if not tensors[0].is_cuda:  # the interpreter takes no options of the compiler
+        keywords = {k: v for k, v in keywords.items() if k not in COMPILE_OPTIONS}
+    kernel[grid](*arguments, **keywords)
+
+
+def operator(name: str) -> Callable[[Callable], Any]:
+    """Register a function of tensors that allocates its results and launches kernels as `torch.ops.narrows.<name>`.
+
+    Compilers, fake tensors and operation counters then see one operation. The function is its own fake implementation,
+    since `launch` runs nothing on fake tensors.
+    """
+
+    def register(function: Callable) -> Any:
+        registered = torch.library.custom_op(f"narrows::{name}", function, mutates_args=())
+        registered.register_fake(function)
+        return registered
+
+    return register
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The power of two at or above `size`, and at least `least`: the width of a tile that holds it."""
+    return max(least, 1 << max(0, size - 1).bit_length())

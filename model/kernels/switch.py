@@ -1,0 +1,48 @@
+"""Which implementation runs: `runtime.kernels` = auto | plain | triton, in the one place that decides it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from torch import Tensor
+
+SETTINGS = ("auto", "plain", "triton")
+_setting = "auto"
+
+
+@contextmanager
+def using(setting: str) -> Iterator[None]:
+    """Run the body with one of SETTINGS. A recomputed block enters it again, so that both passes run the same code."""
+    global _setting
+    before, _setting = _setting, setting
+    try:
+        yield
+    finally:
+        _setting = before
+
+
+def in_triton(x: Tensor) -> bool:
+    """Whether work on `x` goes to the kernels. auto: on CUDA where Triton is installed. triton: always; on a CPU this
+    needs Triton's interpreter (TRITON_INTERPRET=1 before the first import of a kernel), which is slow and for tests.
+    """
+    if _setting == "auto":
+        return x.is_cuda and installed()
+    return _setting == "triton"
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels_problem(setting: str) -> str | None:
+    """What is wrong with a value of `runtime.kernels`, or None."""
+    if setting not in SETTINGS:
+        return f"{setting!r} is unknown, allowed are {', '.join(map(repr, SETTINGS))}"
+    if setting == "triton" and not installed():
+        return "'triton' needs the package triton (pip install 'narrows[kernels]', Linux only); use 'auto' or 'plain'"
+    return None
