@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import TextConfig
-from model.kernels import hyper
+from model.kernels import hyper, rope
 from model.kernels.launch import Launch, recording
 
 # H200, dense bf16 and memory, as the data sheet says.
@@ -41,7 +41,7 @@ _TYPES = {
 @dataclass(frozen=True)
 class Compiled:
     """One kernel compiled for sm_<arch>: bytes of shared memory, registers and bytes of local memory (spills) a thread,
-    and the estimates.
+    fused multiply-adds in its PTX, and the estimates.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Compiled:
     registers: int
     shared: int
     local: int
+    fused: int
     intensity: float
     microseconds: float
     ttir: str
@@ -78,6 +79,11 @@ def released_launches(tokens: int = 65536) -> list[Launch]:
         hyper._collapse_backward(y, streams, pre)
         hyper.expand(streams, y, post, comb)
         hyper._expand_backward(streams, streams, y, post, comb)
+        q, turns = meta(tokens, c.num_attention_heads, c.head_dim), fp32(tokens, c.qk_rope_head_dim // 2, 2)
+        rope._rotate(q, turns, False, "none")
+        rope._rotate(meta(tokens, c.head_dim), turns, False, "fp8")
+        rope._rotate(meta(tokens, c.head_dim), turns, False, "fp4")
+        rope._rotate(meta(tokens, c.index_n_heads, c.index_head_dim), turns, False, "mxfp4")
     return found
 
 
@@ -101,6 +107,7 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
         registers=registers,
         shared=compiled.metadata.shared,
         local=local,
+        fused=compiled.asm["ptx"].count("fma."),
         intensity=launch.flops / launch.bytes,
         microseconds=1e6 * max(launch.flops / PEAK_FLOPS, launch.bytes / PEAK_BYTES),
         ttir=compiled.asm["ttir"],

@@ -60,3 +60,10 @@ def test_rows_are_counted_in_int64(compiled: list[dict]) -> None:
         for number in re.findall(r"(%\S+) = tt\.get_program_id x", text):
             uses = re.findall(rf"= (\S+) [^=\n]*{re.escape(number)}(?![\w]).*", text)
             assert set(uses) == {"arith.extsi"}, f"{one['name']}: its row is used in int32 by {set(uses)}"
+
+
+@pytest.mark.slow
+def test_exact_rounding_has_no_fused_products(compiled: list[dict]) -> None:
+    """A fused multiply-add rounds once where the plain code rounds twice; the interpreter does not show it."""
+    exact = [one for one in compiled if one["name"] == "rotate"]
+    assert exact and not any(one["fused"] for one in exact)

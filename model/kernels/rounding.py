@@ -1,0 +1,92 @@
+"""Rounding to FP8 and FP4 inside kernels, bit for bit as model/quantize.py does it.
+
+Everything is done on the bits of fp32 numbers: casts to 8 bits are not to be had on every GPU, and Triton's interpreter
+rounds ties of casts wrongly, and subnormal bf16. Kernels that use these are compiled with `enable_fp_fusion=False`.
+"""
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+E2M1_MAX = tl.constexpr(6.0)
+E4M3_SMALLEST = tl.constexpr(2.0**-9)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+SIGN = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def with_sign(magnitude, x):
+    """magnitude >= 0 with the sign bit of x, fp32."""
+    return (magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_bits(x, DROPPED: tl.constexpr):
+    """fp32 rounded to the nearest even with DROPPED bits fewer of mantissa. NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & (-(1 << DROPPED))
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def widen(x):
+    """x as fp32."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, TYPE: tl.constexpr):
+    """fp32 x as TYPE, rounded to the nearest even."""
+    if TYPE == tl.bfloat16:
+        return (round_bits(x, 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(TYPE)
+
+
+@triton.jit
+def round_e4m3(x):
+    """The nearest E4M3 value, ties to even, clipped at 448."""
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude > E4M3_MAX, E4M3_MAX, magnitude)
+    # below 2^-6 the grid is 2^-9, the spacing of fp32 just above 2^14
+    rounded = tl.where(magnitude < 0.015625, (magnitude + 16384.0) - 16384.0, round_bits(magnitude, 20))
+    return with_sign(rounded, x)
+
+
+@triton.jit
+def round_e2m1(x):
+    """The nearest E2M1 value, ties to the even mantissa, clipped at 6."""
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude > E2M1_MAX, E2M1_MAX, magnitude)
+    step = tl.where(magnitude >= 4.0, 2.0, tl.where(magnitude >= 2.0, 1.0, 0.5))
+    whole = (tl.div_rn(magnitude, step) + 8388608.0) - 8388608.0  # 2^23: what is left of an fp32 there is an integer
+    return with_sign(whole * step, x)
+
+
+@triton.jit
+def power_of_two_above(x):
+    """Smallest power of two >= x for positive normal x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fake_round(x, FORMAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x fp32 [ROWS, WIDTH], zero where nothing is -> what the fake quantiser of FORMAT (fp8, mxfp4 or fp4) gives."""
+    SIZE: tl.constexpr = 16 if FORMAT == "fp4" else 32
+    groups = tl.reshape(x, [ROWS, WIDTH // SIZE, SIZE])
+    peak = tl.max(tl.abs(groups), 2)
+    if FORMAT == "fp8":
+        scale = power_of_two_above(tl.div_rn(tl.maximum(peak, 1e-4), E4M3_MAX))[:, :, None]
+        rounded = round_e4m3(tl.div_rn(groups, tl.broadcast_to(scale, groups.shape)))
+    elif FORMAT == "mxfp4":
+        scale = power_of_two_above(tl.div_rn(tl.maximum(peak, E2M1_MAX * SMALLEST_NORMAL), E2M1_MAX))[:, :, None]
+        rounded = round_e2m1(tl.div_rn(groups, tl.broadcast_to(scale, groups.shape)))
+    else:
+        peak = tl.div_rn(tl.maximum(peak, E2M1_MAX * E4M3_SMALLEST), E2M1_MAX)
+        scale = round_e4m3(peak)[:, :, None]
+        rounded = round_e2m1(tl.div_rn(groups, tl.broadcast_to(scale, groups.shape)))
+    return tl.reshape(rounded * scale, [ROWS, WIDTH])
