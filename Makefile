@@ -7,7 +7,7 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
+.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed lint clean
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make interop      install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute"
 	@echo "make slurm-check  run the job scripts against stand-ins for Slurm's commands, and shellcheck"
 	@echo "make bench        print the benchmark tables; make bench-distributed: those of 1, 2 and 4 processes"
+	@echo "make kernels      compile the GPU kernels without a GPU: registers, shared memory, spills, roofline estimates"
 	@echo "make lint         check the style"
 	@echo "make clean        remove .venv and what tests and builds leave (runs/ and .cache/ stay)"
 	@echo 'Settings:         make train ARGS="name=mine seed=1"     make test ARGS="tests/train -k resume"'
@@ -61,6 +62,9 @@ interop-install: $(VENV)/.interop
 
 slurm-check: install
 	@$(PY) -m pytest tests/slurm $(ARGS)
+
+kernels: install
+	@$(PY) -m model.kernels.table $(ARGS)
 
 bench: install
 	@for file in $(filter-out %_distributed.py,$(wildcard tests/bench/bench_*.py)); do echo "== $$file"; $(PY) $$file || exit 1; done

@@ -10,13 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"train", "model", "optim", "data"}
 ALLOWED = {"train": PACKAGES, "model": {"model"}, "optim": {"optim"}, "data": {"data"}}
-# Libraries that one file hides from the rest.
+# Libraries that one file, or one folder, hides from the rest.
 ONLY_IN = {
     "wandb": {"train/logging/log.py"},
     "deepspeed": {"train/distributed/engine.py"},
     "httpx2": {"train/rl/rollout/servers.py"},
     "transformers": {"model/huggingface.py"},
     "peft": {"train/lora/inject.py"},
+    "triton": {str(path.relative_to(ROOT)) for path in (ROOT / "model/kernels").glob("*.py")},
     "hydra": {"train/__main__.py", "train/config/schema.py", "train/studies/study.py"},
 }
 
