@@ -1,10 +1,45 @@
-"""From documents to batches: `load_tokenizer` and `build_loaders` are what a trainer needs."""
+"""From documents to batches. Imports none of `train`, `model`, `optim`.
 
-from data.build import build_loaders
-from data.config import DataConfig
-from data.errors import DataError
-from data.loader import Batch, Stats, TrainLoader, ValidationLoader
-from data.tokenizer import SpecialIds, load_tokenizer, special_ids
+`load_tokenizer` and `build_loaders` are what a trainer needs. To read the package, go along the way of a text; each
+file imports only from those before it:
+
+    errors, config, cache       bad input, the settings of `data.*`, files that appear whole
+    document                    what a source yields: the vocabulary of all that follows
+    files, images, tokenizer    paths and encodings; pixels to patches; text to ids
+    tokens                      documents to token ids, in memory or in the cache
+    sources, chat, digits       readers: text, JSONL, Parquet, data sets; conversations (a package); an image set
+    open                        settings to sources, and what of them is held out
+    packing, loader             rows of several documents; batches in a shuffled order that can be resumed
+    build                       all of it put together
+    tokenizer_files, examples   files that go beside an exported tokenizer; conversations to try fine-tuning on
+
+What is exported here is imported when it is first asked for, so that reading settings loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data.build import build_loaders, load_tokenizer
+    from data.config import DataConfig
+    from data.errors import DataError
+    from data.loader import Batch, Stats, TrainLoader, ValidationLoader
+    from data.tokenizer import SpecialIds, special_ids
+
+_HOME = {
+    "Batch": "data.loader",
+    "DataConfig": "data.config",
+    "DataError": "data.errors",
+    "SpecialIds": "data.tokenizer",
+    "Stats": "data.loader",
+    "TrainLoader": "data.loader",
+    "ValidationLoader": "data.loader",
+    "build_loaders": "data.build",
+    "load_tokenizer": "data.build",
+    "special_ids": "data.tokenizer",
+}
 
 __all__ = [
     "Batch",
@@ -18,3 +53,9 @@ __all__ = [
     "load_tokenizer",
     "special_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,32 +1,52 @@
-"""Configuration to loaders."""
+"""Configuration to tokenizer and loaders: the one place where the parts of this package are put together.
+
+The way of a text: `open_sources` (documents) -> `tokenised` (token ids, cached) or a stream of them -> windows of
+packed, shuffled rows (`data/loader.py`) -> batches of tensors.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from data.chat import REQUIRED
-from data.config import DataConfig
+from data.chat.render import REQUIRED
+from data.config import SOURCES, DataConfig, SourceKind
+from data.document import Source
 from data.errors import DataError, Policy
 from data.images import VisionSettings
 from data.loader import (
     Assembler,
-    Stats,
     StoredWindows,
     StreamedWindows,
     TrainLoader,
     ValidationLoader,
     Window,
-    random_stream,
+    Windows,
+    whole,
 )
-from data.packing import pack
-from data.sources import Source, open_sources
-from data.tokenizer import identity, special_ids
-from data.tokens import Encoder, TokenStore, cached, collect
+from data.open import open_sources
+from data.tokenizer import cached_tokenizer, identity, read_tokenizer, special_ids
+from data.tokens import Encoder, TokenStore, tokenised
 
-IMAGE_SOURCES = ("image_text", "digits")
+
+def load_tokenizer(cfg: DataConfig) -> Tokenizer:
+    """The tokenizer of a configuration: read from its file, or trained on the train split (once; then cached).
+
+    Its `encode(text, add_special_tokens=False)` never yields a control token, whatever the text (pickling loses that).
+    To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a file that is missing
+    or no tokenizer, `ValueError` for a configuration with problems.
+    """
+    _refuse(cfg.problems())
+    if cfg.tokenizer != "train":
+        return read_tokenizer(Path(cfg.tokenizer).expanduser())
+    source, _ = open_sources(dataclasses.replace(cfg, source=SOURCES[cfg.source].tokenizer_source or cfg.source))
+    texts = (document.text for document, _ in source.read(Policy(cfg.on_error)))
+    texts_id = source.identity(content=not cfg.streaming)
+    return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path)
 
 
 def build_loaders(
@@ -47,16 +67,16 @@ def build_loaders(
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.
     """
-    problems = cfg.problems() + _argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision)
-    if problems:
-        raise ValueError("\n".join(problems))
-    settings = VisionSettings.from_config(vision) if _with_images(cfg, tokenizer, vision) else None
-    assembler = Assembler(seq_len, special_ids(tokenizer), settings)
+    _refuse(cfg.problems() + _argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
+    kind, special = SOURCES[cfg.source], special_ids(tokenizer)
+    # Conversations may have images where model and tokenizer know them; elsewhere these are refused one by one.
+    with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
+    settings = VisionSettings.from_config(vision) if with_images else None
+    assembler = Assembler(seq_len, special, settings)
     train_source, validation_source = open_sources(cfg)
 
-    chat = cfg.source == "chat"
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=chat)
     source_id = train_source.identity(content=not cfg.streaming)
+    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=kind.conversations)
     windows = _train_windows(cfg, train_source, source_id, encoder, seed if cfg.shuffle else None)
     fingerprint = {
         "data": source_id,
@@ -69,15 +89,15 @@ def build_loaders(
         "seed": seed,
     }
     train = TrainLoader(windows, assembler, batch_size, rank, world_size, fingerprint, ahead=cfg.streaming)
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True, conversations=chat)
-    valid = _validation_loader(cfg, validation_source, encoder, assembler, batch_size, rank, world_size)
-    return train, valid
+
+    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True, conversations=kind.conversations)
+    held_out = _held_out(cfg, validation_source, encoder)
+    return train, ValidationLoader(held_out, assembler, batch_size, rank, world_size, cfg.validation_rows)
 
 
-def _with_images(cfg: DataConfig, tokenizer: Tokenizer, vision: Mapping[str, Any] | None) -> bool:
-    """Conversations may have images where model and tokenizer know them; elsewhere these are refused one by one."""
-    possible = vision is not None and special_ids(tokenizer).image is not None
-    return cfg.source in IMAGE_SOURCES or (cfg.source == "chat" and possible)
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _argument_problems(
@@ -89,8 +109,9 @@ def _argument_problems(
     world_size: int,
     vision: Mapping[str, Any] | None,
 ) -> list[str]:
-    images = cfg.source in IMAGE_SOURCES
-    missing = [token for token in REQUIRED if cfg.source == "chat" and tokenizer.token_to_id(token) is None]
+    """What is wrong with the arguments of `build_loaders` beyond the settings' own problems, one line each."""
+    kind = SOURCES.get(cfg.source, SourceKind(""))
+    missing = [token for token in REQUIRED if kind.conversations and tokenizer.token_to_id(token) is None]
     checks = [
         (seq_len >= 2, f"seq_len={seq_len}: must be at least 2, a token and its target"),
         (
@@ -104,56 +125,39 @@ def _argument_problems(
             f"world_size={world_size}",
         ),
         (0 <= rank < world_size, f"rank={rank}: must lie in 0..{world_size - 1}"),
-        (not images or vision is not None, f"data.source={cfg.source}: needs a model with a vision_config"),
+        (not kind.images or vision is not None, f"data.source={cfg.source}: needs a model with a vision_config"),
         (
-            not images or special_ids(tokenizer).image is not None,
+            not kind.images or special_ids(tokenizer).image is not None,
             f"data.source={cfg.source}: the tokenizer has no image token; use data.tokenizer=train or add one",
         ),
-        (not missing, f"data.source=chat: the tokenizer has no {', '.join(missing)}; add them or use another"),
+        (not missing, f"data.source={cfg.source}: the tokenizer has no {', '.join(missing)}; add them or use another"),
     ]
     return [message for ok, message in checks if not ok]
 
 
-def _train_windows(
-    cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None
-) -> StoredWindows | StreamedWindows:
+def _train_windows(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None) -> Windows:
     if cfg.streaming:
         return StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.window_tokens, seed)
-    store = _store(cfg, source, source_id, encoder)
+    store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
     if not len(store):
         raise _empty("train", "all are held out; lower", store)
     return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
+
+
+def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> Window:
+    """The rows to validate on, of which a stream's are those of its head."""
+    if cfg.streaming:
+        tokens = cfg.validation_rows * encoder.seq_len
+        window = StreamedWindows(source, encoder, Policy(cfg.on_error), tokens, None).load(0, 0, None)
+    else:
+        store = tokenised(source, source.identity(), encoder, cfg.on_error, cfg.cache_path)
+        window = whole(store, encoder.seq_len)
+    if not len(window.rows):
+        raise _empty("validation", "of so few none is held out; raise", window.store)
+    return window
 
 
 def _empty(split: str, otherwise: str, store: TokenStore) -> DataError:
     skipped = ", ".join(f"skipped {number} x {reason}" for reason, number in sorted(store.skipped.items()))
     detail = skipped or f"{otherwise} data.validation_share, or name held-out files in data.validation_paths"
     return DataError(f"{split} split", 0, "no documents", detail)
-
-
-def _store(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder) -> TokenStore:
-    if encoder.vision is None:  # the cache holds no images
-        return cached(source, source_id, encoder, cfg.on_error, cfg.cache_path)
-    policy = Policy(cfg.on_error)
-    return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
-
-
-def _validation_loader(
-    cfg: DataConfig, source: Source, encoder: Encoder, assembler: Assembler, batch_size: int, rank: int, world_size: int
-) -> ValidationLoader:
-    """All held-out rows, or `validation_rows` of them drawn by a fixed seed; of a stream only its head is read."""
-    seq_len = encoder.seq_len
-    if cfg.streaming:
-        windows = StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.validation_rows * seq_len, None)
-        window = windows.load(0, 0, None)
-    else:
-        store = _store(cfg, source, source.identity(), encoder)
-        window = Window(store, pack(store.lengths, seq_len), None)
-    if not len(window.rows):
-        raise _empty("validation", "of so few none is held out; raise", window.store)
-    count = min(len(window.rows), cfg.validation_rows or len(window.rows))
-    rows = window.rows.reordered(random_stream(0).permutation(len(window.rows))[:count])
-    stats = Stats()
-    stats.add_store(window.store)
-    stats.add_rows(rows, seq_len)
-    return ValidationLoader(Window(window.store, rows, None), assembler, batch_size, rank, world_size, stats)

@@ -1,4 +1,4 @@
-"""The data settings of a run: one dataclass, every problem reported at once."""
+"""The data settings of a run: one dataclass, every problem reported at once; needs only the standard library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,45 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub", "image_text", "chat", "digits")
-BUILT_IN = ("stdlib", "digits")  # bring their own data, so they take no paths
 MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """What there is to know about a kind of source before it is opened.
+
+    Attributes:
+        opener: "module:function" that opens it (see `data/open.py`). A name, so that settings are read without the
+            libraries that readers need.
+        paths: what `data.paths` holds: "files" (files, folders or patterns), "dataset" (one id or folder) or "nothing".
+        suffixes: the files that a folder contributes.
+        streams: it can be tokenised while training (`data.streaming`).
+        images: its documents have images, so the model must have a vision tower.
+        conversations: its documents say which of their parts are supervised; they may have images if the model takes
+            any.
+        tokenizer_source: the kind of source whose text a tokenizer is trained on, where this one has too little.
+    """
+
+    opener: str
+    paths: str = "files"
+    suffixes: tuple[str, ...] = ()
+    streams: bool = False
+    images: bool = False
+    conversations: bool = False
+    tokenizer_source: str | None = None
+
+
+JSONL = (".jsonl", ".ndjson")
+SOURCES = {
+    "stdlib": SourceKind("data.open:open_stdlib", paths="nothing"),
+    "text": SourceKind("data.open:open_text", suffixes=(".txt", ".md", ".rst", ".py"), streams=True),
+    "jsonl": SourceKind("data.open:open_jsonl", suffixes=JSONL, streams=True),
+    "parquet": SourceKind("data.open:open_parquet", suffixes=(".parquet",), streams=True),
+    "hub": SourceKind("data.open:open_hub", paths="dataset", streams=True),
+    "image_text": SourceKind("data.open:open_image_text", suffixes=JSONL, images=True),
+    "chat": SourceKind("data.open:open_chat", suffixes=JSONL, conversations=True),
+    "digits": SourceKind("data.open:open_digits", paths="nothing", images=True, tokenizer_source="stdlib"),
+}
 
 
 @dataclass
@@ -18,7 +54,7 @@ class DataConfig:
     Attributes:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document a file),
             `jsonl`, `parquet`, `hub` (a dataset id or local dataset folder, read with `datasets`), `image_text` (JSONL
-            records whose `field` is a list of text and image parts), `chat` (JSONL conversations, see `chat.py`; a
+            records whose `field` is a list of text and image parts), `chat` (JSONL conversations, see `data/chat`; a
             conversation is never cut) or `digits` (scikit-learn's, with their names).
         paths: files, folders (hidden files inside them are left out) or glob patterns; for `hub` one id or folder;
             empty for `stdlib` and `digits`.
@@ -81,20 +117,32 @@ class DataConfig:
             (self.validation_rows >= 0, "validation_rows", self.validation_rows, "must be 0 (all) or positive"),
             (self.field != "", "field", self.field, "must name the column that holds the text"),
         ]
-        if self.source in BUILT_IN:
+        return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]
+
+    def _source_checks(self) -> list[tuple[bool, str, object, str]]:
+        """What the kind of source asks of the other settings: (holds, key, value, rule)."""
+        if self.source not in SOURCES:
+            return []
+        kind = SOURCES[self.source]
+        if kind.paths == "nothing":
             rule = f"must be empty: source={self.source} brings its own data"
-            checks.append((not self.paths, "paths", self.paths, rule))
-            checks.append((not self.validation_paths, "validation_paths", self.validation_paths, rule))
-        elif self.source == "hub":
-            checks.append((len(self.paths) == 1, "paths", self.paths, "must hold one hub id or dataset folder"))
-            rule = "must be empty for source=hub; name a split with hub_validation_split"
-            checks.append((not self.validation_paths, "validation_paths", self.validation_paths, rule))
-        elif self.source in SOURCES:
+            checks = [
+                (not self.paths, "paths", self.paths, rule),
+                (not self.validation_paths, "validation_paths", self.validation_paths, rule),
+            ]
+        elif kind.paths == "dataset":
+            rule = f"must be empty for source={self.source}; name a split with hub_validation_split"
+            checks = [
+                (len(self.paths) == 1, "paths", self.paths, "must hold one hub id or dataset folder"),
+                (not self.validation_paths, "validation_paths", self.validation_paths, rule),
+            ]
+        else:
             rule = f"must name at least one file, folder or pattern for source={self.source}"
-            checks.append((bool(self.paths), "paths", self.paths, rule))
+            checks = [(bool(self.paths), "paths", self.paths, rule)]
         if self.streaming:
-            rule = "must be false: only text, jsonl, parquet and hub can be read while training"
-            checks.append((self.source in ("text", "jsonl", "parquet", "hub"), "streaming", True, rule))
+            *names, last = (name for name, kind in SOURCES.items() if kind.streams)
+            rule = f"must be false: only {', '.join(names)} and {last} can be read while training"
+            checks.append((kind.streams, "streaming", True, rule))
             rule = "must be positive with streaming=true, so that validation reads only the head of the stream"
             checks.append((self.validation_rows > 0, "validation_rows", self.validation_rows, rule))
-        return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks if not ok]
+        return checks

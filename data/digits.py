@@ -7,8 +7,8 @@ from functools import partial
 
 from PIL import Image
 
+from data.document import Document, Picture, Position, Reading, hash_share
 from data.errors import Policy
-from data.sources import Document, Picture, Position, Reading, hash_share
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LARGEST = 16  # pixel values run from 0 to 16

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from data.digits import DigitSource
+from data.document import hash_share
 from data.errors import Policy
-from data.sources import hash_share, stdlib_files
+from data.files import stdlib_files
 
 HELD_OUT = 0.05  # of the files: `data.validation_share` of the default corpus
 HELD_OUT_DIGITS = 0.2

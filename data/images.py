@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from data.document import Picture
 from data.errors import DataError
-from data.sources import Picture
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
 GREY = (127, 127, 127)

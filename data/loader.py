@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from data.document import Picture, Position, Reading, Source
 from data.errors import DataError, Policy
 from data.images import TEXT, VisionSettings, preprocess
 from data.packing import Rows, pack
-from data.sources import Picture, Position, Reading, Source
 from data.tokenizer import SpecialIds
 from data.tokens import Encoded, Encoder, TokenStore, collect
 
@@ -150,6 +150,11 @@ class StreamedWindows:
         self.stats.add_store(store)
         self.stats.add_rows(rows, self.encoder.seq_len)
         return Window(store, _shuffled(rows, self.seed, epoch, number), self._reached)
+
+
+def whole(store: TokenStore, seq_len: int) -> Window:
+    """A store as one window, its rows in the order of packing."""
+    return Window(store, pack(store.lengths, seq_len), None)
 
 
 def _shuffled(rows: Rows, seed: int | None, epoch: int, number: int) -> Rows:
@@ -317,14 +322,22 @@ class TrainLoader:
 class ValidationLoader:
     """The held-out batches: finite, and the same in every pass, for every training seed.
 
-    The last batch may have fewer rows; it is filled with rows of padding only as far as the ranks need equal shares.
-    target_tokens and target_bytes are the supervised tokens of all batches and ranks, and the source bytes behind them.
+    held_out: the rows there are; of more than `limit` (0: all) so many are drawn by a fixed seed. The last batch may
+    have fewer rows; it is filled with rows of padding only as far as the ranks need equal shares. target_tokens and
+    target_bytes are the supervised tokens of all batches and ranks, and the source bytes behind them.
     """
 
-    def __init__(self, window: Window, assembler: Assembler, batch_size: int, rank: int, world_size: int, stats: Stats):
-        self.window, self.assembler, self.stats = window, assembler, stats
+    def __init__(
+        self, held_out: Window, assembler: Assembler, batch_size: int, rank: int, world_size: int, limit: int = 0
+    ):
+        store, rows = held_out.store, held_out.rows
+        rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])
+        self.window, self.assembler = Window(store, rows, None), assembler
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.target_tokens, self.target_bytes = _targets(window, assembler.special)
+        self.stats = Stats()
+        self.stats.add_store(store)
+        self.stats.add_rows(rows, assembler.seq_len)
+        self.target_tokens, self.target_bytes = _targets(self.window, assembler.special)
 
     @property
     def bytes_per_token(self) -> float:

@@ -1,12 +1,11 @@
 """Tokenizers: a byte-level BPE trained once on the train split, or any Hugging Face fast tokenizer.
 
 Text is data. However a text spells a control token, it is encoded as ordinary text; control tokens enter a sequence by
-their ids alone. Every tokenizer returned here is checked for that.
+their ids alone. `guard` sees to it, and every tokenizer that the project uses has passed through it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.cache import atomic_file, locked
-from data.config import DataConfig
-from data.errors import DataError, Policy, log
-from data.sources import Source, open_sources
+from data.errors import DataError, log
 
 # The released spellings; the ids of a trained tokenizer are their places in this tuple (released tokenizer).
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
@@ -44,20 +41,6 @@ class SpecialIds:
     pad: int
     image: int | None
     noise: int | None
-
-
-def load_tokenizer(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer of a configuration, trained (or taken from the cache) or loaded.
-
-    Its `encode(text, add_special_tokens=False)` never yields a control token, whatever the text (pickling loses that).
-    To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a file that is missing
-    or no tokenizer, `ValueError` for a configuration with problems.
-    """
-    if problems := cfg.problems():
-        raise ValueError("\n".join(problems))
-    if cfg.tokenizer == "train":
-        return _guarded(*_train_or_cached(cfg))
-    return _guarded(*_read(Path(cfg.tokenizer).expanduser()))
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
@@ -90,7 +73,7 @@ def _first_id(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
     return next((i for i in ids if i is not None), None)
 
 
-def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` entries: control tokens, 256 bytes, merges learned from `texts`.
 
     Raises ValueError when the texts are too few to learn that many merges.
@@ -116,24 +99,25 @@ def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _train_or_cached(cfg: DataConfig) -> tuple[Tokenizer, str]:
-    # The names of ten digits are too little text to learn from; they are tokenised as the default corpus is.
-    source, _ = open_sources(dataclasses.replace(cfg, source="stdlib") if cfg.source == "digits" else cfg)
-    inputs = (source.identity(content=not cfg.streaming), cfg.vocab_size, cfg.on_error, PIECES, CONTROL_TOKENS)
-    key = repr((VERSION, TRAINING_BYTES, *inputs))
-    path = cfg.cache_path / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
+def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_error: str, folder: Path) -> Tokenizer:
+    """The guarded tokenizer of `train_tokenizer(texts, vocab_size)`, taken from `folder` if it was trained before.
+
+    texts: looked at only where there is none yet, and no further than TRAINING_BYTES. texts_id, on_error: what decides
+    which texts these are.
+    """
+    key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
+    path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
     with locked(path):
         if not path.exists():
-            log.info("training a tokenizer of %d entries into %s", cfg.vocab_size, path)
-            tokenizer = train(_texts(source, Policy(cfg.on_error)), cfg.vocab_size)
+            log.info("training a tokenizer of %d entries into %s", vocab_size, path)
+            tokenizer = train_tokenizer(_head(texts), vocab_size)
             with atomic_file(path) as temporary:
                 tokenizer.save(str(temporary))
-    return Tokenizer.from_file(str(path)), str(path)
+    return guard(Tokenizer.from_file(str(path)), str(path))
 
 
-def _texts(source: Source, policy: Policy) -> Iterator[str]:
-    """The texts of a source up to TRAINING_BYTES; whole documents, so that no character is cut."""
-    texts = (document.text for document, _ in source.read(policy))
+def _head(texts: Iterator[str]) -> Iterator[str]:
+    """Texts up to TRAINING_BYTES; whole ones, so that no character is cut."""
     total = 0
     for text in texts:
         if total >= TRAINING_BYTES:
@@ -142,19 +126,21 @@ def _texts(source: Source, policy: Policy) -> Iterator[str]:
         yield text
 
 
-def _read(path: Path) -> tuple[Tokenizer, str]:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The guarded tokenizer of a tokenizer.json, or of the folder that holds one. Raises `DataError`."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         remedy = "data.tokenizer must be `train`, a tokenizer.json or a folder that holds one"
         raise DataError(str(file), 0, "missing file", remedy)
     try:
-        return Tokenizer.from_str(file.read_text(encoding="utf-8")), str(file)
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise DataError(str(file), 0, "no tokenizer", str(error).splitlines()[0]) from None
+    return guard(tokenizer, str(file))
 
 
-def _guarded(tokenizer: Tokenizer, file: str) -> Tokenizer:
-    """Make every added token a control token that text cannot spell, then prove it.
+def guard(tokenizer: Tokenizer, file: str) -> Tokenizer:
+    """Make every added token a control token that text cannot spell, then prove it. `file` is named where it fails.
 
     Tokenizers mark some of theirs (`<｜User｜>`, `<think>`) as ordinary added tokens, which `encode` would still match
     in text, so the mark is set for all of them; runs of white space, which some tokenizers add as tokens, stay text.
@@ -164,12 +150,12 @@ def _guarded(tokenizer: Tokenizer, file: str) -> Tokenizer:
     for token in control:
         token["special"] = True
     state["truncation"] = state["padding"] = None  # a document is encoded whole and alone
-    guarded = Tokenizer.from_str(json.dumps(state))
-    guarded.encode_special_tokens = True
+    safe = Tokenizer.from_str(json.dumps(state))
+    safe.encode_special_tokens = True
     ids = {token["id"] for token in control}
     for token in control:
-        leaked = ids.intersection(guarded.encode(f"a {token['content']} b", add_special_tokens=False).ids)
+        leaked = ids.intersection(safe.encode(f"a {token['content']} b", add_special_tokens=False).ids)
         if leaked:
             detail = f"text that spells {token['content']} is encoded as that token; remove it from the merges"
             raise DataError(file, 0, "unsafe tokenizer", detail)
-    return guarded
+    return safe

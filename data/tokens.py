@@ -15,9 +15,9 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from data.cache import atomic_folder, locked
+from data.document import Control, Document, Picture, Source
 from data.errors import DataError, Policy, log
 from data.images import VisionSettings, plan_grid
-from data.sources import Control, Document, Picture, Source
 from data.tokenizer import EOS, identity, special_ids
 
 VERSION = 2  # raise when the layout of the cache or the tokens of a document change
@@ -190,13 +190,20 @@ def _pictures(document: Document) -> list[Picture]:
     return [part for part in document.parts if isinstance(part, Picture)]
 
 
-def cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The store of a text source: memory-mapped from the cache, tokenised into it first if it is not there.
+def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
+    """The documents of a source as token ids: from the cache in `folder`, or in memory where they may have images.
 
-    source_id: the source's identity, which takes a pass over its files.
-
-    Raises `DataError` under policy `stop`; then nothing is left in the cache.
+    source_id: the source's identity, which takes a pass over its files. Raises `DataError` under policy `stop`; then
+    nothing is left in the cache.
     """
+    if encoder.vision is None:
+        return _cached(source, source_id, encoder, on_error, folder)
+    policy = Policy(on_error)  # the cache holds no images
+    return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
+
+
+def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
+    """The store of a text source: memory-mapped from the cache, tokenised into it first if it is not there."""
     known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
     if encoder.conversations:
         known += f" {encoder.seq_len}"  # longer ones are left out

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from data.companions import companion_files
+from data.tokenizer_files import tokenizer_files
 from model import save_pretrained
 from optim import format_table
 from train.build import Run, whole_size
@@ -143,7 +143,7 @@ def report_files(run: Run, report: Reporter) -> None:
     if run.config.lora.on:
         report.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
-        files = companion_files(run.config.data, run.tokenizer)
+        files = tokenizer_files(run.config.data, run.tokenizer)
         save_pretrained(
             run.model,
             directory / "export",

@@ -238,7 +238,7 @@ def save_pretrained(
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
     `drafter` is written beside the model, as `mtp.*`.
 
-    `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer.companion_files`).
+    `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer_files`).
 
     `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
     matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is

@@ -6,13 +6,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import itertools  # noqa: E402
 
 import pytest  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from data import DataConfig, build_loaders, load_tokenizer  # noqa: E402
 from data.errors import Policy  # noqa: E402
-from data.sources import TextFiles, stdlib_files  # noqa: E402
-from data.tokenizer import _guarded, train  # noqa: E402
+from data.files import stdlib_files  # noqa: E402
+from data.sources import TextFiles  # noqa: E402
+from data.tokenizer import guard, train_tokenizer  # noqa: E402
 
 VISION = {"patch_size": 4, "downsample_ratio": 2, "min_pixels": 256, "max_image_tokens": 40, "max_wh_ratio": None}
+
+
+def foreign(added, vocab=("a", "b", "<", ">", "think")):
+    """A tokenizer of somebody else's: whole words of `vocab`, and tokens added to it."""
+    model = models.WordLevel({token: i for i, token in enumerate(["[UNK]", *vocab])}, unk_token="[UNK]")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens(added)
+    return tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +36,7 @@ def texts():
 @pytest.fixture(scope="session")
 def tokenizer(texts):
     """A trained tokenizer of 600 entries: small, but with every property of the default one."""
-    return _guarded(train(iter(texts), 600), "test")
+    return guard(train_tokenizer(iter(texts), 600), "test")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from data import DataConfig, examples
 from data.build import build_loaders
-from data.sources import open_sources
+from data.open import open_sources
 
 from .conftest import VISION
 

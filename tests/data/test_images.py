@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.errors import Policy
+from data.files import find_files
 from data.images import END, IMAGE, NEWLINE, START, VisionSettings, open_picture, plan_grid, preprocess
-from data.sources import ImageTextLines, find_files
+from data.sources import ImageTextLines
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # The settings under which tests/golden/vision_pre/images.safetensors was made, and the step of its stored patches.

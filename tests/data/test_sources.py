@@ -8,7 +8,9 @@ import pytest
 
 from data import DataConfig, DataError
 from data.errors import Policy
-from data.sources import HashSplit, JsonLines, Parquet, TextFiles, find_files, open_sources
+from data.files import find_files
+from data.open import open_sources
+from data.sources import HashSplit, JsonLines, Parquet, TextFiles
 
 
 def jsonl(path, *lines):
@@ -26,64 +28,6 @@ def refused(source):
     with pytest.raises(DataError) as caught:
         texts(source)
     return caught.value
-
-
-# Default source
-
-
-def test_the_standard_library_is_split_by_file_without_tests_or_other_packages():
-    train, validation = open_sources(DataConfig())
-    names = {file.name for file in train.files}, {file.name for file in validation.files}
-    assert len(names[0]) > 300 and len(names[1]) > 15
-    assert not names[0] & names[1]
-    assert {"argparse.py", "json/decoder.py"} <= names[0] | names[1]
-    folders = {part for name in names[0] | names[1] for part in name.split("/")[:-1]}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "encodings", "__pycache__"}
-    assert [f.name for f in open_sources(DataConfig())[0].files] == [f.name for f in train.files]
-
-
-def test_a_file_keeps_its_side_whatever_its_neighbours(tmp_path):
-    for number in range(60):
-        (tmp_path / f"{number}.txt").write_text("some text")
-    cfg = DataConfig(source="text", paths=[str(tmp_path)], validation_share=0.3)
-    before = {file.name for file in open_sources(cfg)[1].files}
-    (tmp_path / "deeper").mkdir()
-    (tmp_path / "deeper" / "more.txt").write_text("more text")
-    after = {file.name for file in open_sources(cfg)[1].files} - {"deeper/more.txt"}
-    assert after == before and 5 < len(before) < 35
-
-
-# Paths
-
-
-def test_a_folder_gives_its_files_once_in_order_without_hidden_ones(tmp_path):
-    for name in ("b.txt", "a.txt", "c.bin", ".hidden.txt"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "d.txt").write_text("x")
-    found = find_files([str(tmp_path), str(tmp_path / "a.txt"), str(tmp_path / "*.txt")], (".txt",))
-    assert [file.name for file in found] == ["a.txt", "b.txt"]
-
-
-@pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "empty"])
-def test_a_path_that_gives_no_file_is_named(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=name.replace("*", r"\*")) as caught:
-        find_files([str(tmp_path / name)], (".txt",))
-    assert caught.value.reason == "missing file"
-
-
-def test_held_out_files_are_not_trained_on(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    paths, named = [str(tmp_path)], [str(tmp_path / "b.txt")]
-    train, held_out = map(texts, open_sources(DataConfig(source="text", paths=paths, validation_paths=named)))
-    assert (train, held_out) == (["a"], ["b"])
-    with pytest.raises(DataError, match="names every file of data.paths"):
-        open_sources(DataConfig(source="text", paths=paths, validation_paths=paths))
-
-
-# Text files
 
 
 def test_bad_text_files_are_refused_with_file_line_and_reason(tmp_path):
@@ -134,9 +78,6 @@ def test_identity_follows_the_content(tmp_path):
     assert source.identity() != before and source.identity(content=False) == source.identity(content=False)
     path.write_text("one")
     assert source.identity() == before
-
-
-# JSONL
 
 
 def test_unicode_line_separators_do_not_end_a_json_line(tmp_path):
@@ -191,9 +132,6 @@ def test_reading_continues_at_a_position_without_reading_what_came_before(tmp_pa
     assert error_line == 3
 
 
-# Parquet
-
-
 def write_parquet(path, values, kind=None, **options):
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, kind)}), path, **options)
     return Parquet(find_files([str(path)], (".parquet",)), "text")
@@ -219,9 +157,6 @@ def test_bad_parquet_is_refused_with_file_row_and_reason(tmp_path):
     (tmp_path / "junk.parquet").write_bytes(b"PAR1 no parquet at all")
     junk = Parquet(find_files([str(tmp_path / "junk.parquet")], (".parquet",)), "text")
     assert refused(junk).reason == "invalid Parquet"
-
-
-# `datasets`
 
 
 @pytest.fixture
@@ -251,26 +186,6 @@ def test_a_local_dataset_folder_reads_and_resumes_exactly(dataset_folder, stream
         for a, _ in zip(train.read(Policy("stop")), train.read(Policy("stop"), positions[2]), strict=False)
     ]
     assert texts(train, position=later[9]) == expected[10:]
-
-
-def test_a_saved_dataset_is_opened(tmp_path):
-    import datasets
-
-    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(str(tmp_path / "saved"))
-    cfg = DataConfig(source="hub", paths=[str(tmp_path / "saved")], field="body", validation_share=1e-9)
-    assert texts(open_sources(cfg)[0]) == ["one", "two"]
-    cfg.field = "text"
-    with pytest.raises(DataError, match="'body'"):
-        open_sources(cfg)
-
-
-def test_a_dataset_that_cannot_be_opened_is_one_line(tmp_path):
-    with pytest.raises(DataError) as caught:
-        open_sources(DataConfig(source="hub", paths=[str(tmp_path / "absent")]))
-    assert caught.value.reason == "cannot open data set" and "\n" not in str(caught.value)
-
-
-# Split by content
 
 
 def test_equal_records_fall_on_one_side_and_none_is_lost(tmp_path):

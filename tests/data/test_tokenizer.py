@@ -1,23 +1,11 @@
 import json
-import unicodedata
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from data import DataConfig, DataError, load_tokenizer, special_ids
-from data.errors import Policy
-from data.sources import Document
-from data.tokenizer import CONTROL_TOKENS, NOISE, _guarded, train
-from data.tokens import Encoder, bytes_per_token
-
-
-def text_folder(path, texts):
-    path.mkdir()
-    for number, text in enumerate(texts):
-        (path / f"{number}.txt").write_text(text, encoding="utf-8")
-    return DataConfig(
-        source="text", paths=[str(path)], cache_dir=str(path / ".cache"), vocab_size=600, validation_share=0.2
-    )
+from data.tokenizer import CONTROL_TOKENS, NOISE, guard, train_tokenizer
+from tests.data.conftest import foreign
 
 
 def test_control_tokens_have_the_released_spellings_and_first_ids(tokenizer):
@@ -58,52 +46,12 @@ def test_any_text_comes_back_from_its_tokens(tokenizer, text):
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_a_tokenizer_is_trained_once_and_again_when_its_inputs_change(tmp_path, texts, monkeypatch):
-    cfg = text_folder(tmp_path / "corpus", texts)
-    first = load_tokenizer(cfg)
-    with monkeypatch.context() as patch:
-        patch.setattr("data.tokenizer.train", lambda *a: pytest.fail("trained again"))
-        assert load_tokenizer(cfg).to_str() == first.to_str()
-        cfg.vocab_size = 601
-        with pytest.raises(pytest.fail.Exception, match="trained again"):
-            load_tokenizer(cfg)
-        cfg.vocab_size = 600
-        (tmp_path / "corpus" / "0.txt").write_text("changed " * 100)
-        (tmp_path / "corpus" / "1.txt").write_text("changed " * 100)
-        with pytest.raises(pytest.fail.Exception, match="trained again"):
-            load_tokenizer(cfg)
-    leftover = [p.name for p in (tmp_path / "corpus" / ".cache").iterdir() if not p.name.endswith((".json", ".lock"))]
-    assert leftover == []
-
-
-def test_training_is_deterministic_and_sees_the_train_split_only(tmp_path, texts):
-    one, two = (text_folder(tmp_path / name, texts) for name in "ab")
-    assert load_tokenizer(one).to_str() == load_tokenizer(two).to_str()
-    kept = [f.path.read_text(encoding="utf-8") for f in _train_files(one)]
-    assert len(kept) < len(texts)
-    assert Tokenizer.from_str(train(iter(kept), 600).to_str()).get_vocab() == load_tokenizer(one).get_vocab()
-
-
-def _train_files(cfg):
-    from data.sources import open_sources
-
-    return open_sources(cfg)[0].files
-
-
 def test_too_little_text_is_said_so():
     with pytest.raises(ValueError, match="vocab_size=600"):
-        train(iter(["abc"]), 600)
+        train_tokenizer(iter(["abc"]), 600)
 
 
-def foreign(added, vocab=("a", "b", "<", ">", "think")):
-    model = models.WordLevel({token: i for i, token in enumerate(["[UNK]", *vocab])}, unk_token="[UNK]")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_tokens(added)
-    return tokenizer
-
-
-def test_a_foreign_tokenizer_loads_from_file_and_folder_and_its_added_tokens_are_guarded(tmp_path):
+def test_a_foreign_tokenizer_loads_from_file_and_folder_and_its_added_tokens_areguard(tmp_path):
     # `<think>` is an ordinary added token here, as in released tokenizers: the library's own switch does not cover it.
     added = [AddedToken("</s>", special=True), AddedToken("<think>", special=False), AddedToken("   ", special=False)]
     foreign(added).save(str(tmp_path / "tokenizer.json"))
@@ -134,7 +82,7 @@ def test_a_tokenizer_whose_merges_spell_a_control_token_is_refused(tokenizer):
     state["model"]["merges"].sort(key=lambda merge: not merge[0].startswith("<t") and merge != ["<", "t"])
     state["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     with pytest.raises(DataError, match="spells <think>"):
-        _guarded(Tokenizer.from_str(json.dumps(state)), "merged.json")
+        guard(Tokenizer.from_str(json.dumps(state)), "merged.json")
 
 
 @pytest.mark.parametrize(
@@ -151,25 +99,3 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, content, reason):
 def test_a_tokenizer_without_an_end_of_text_token_is_refused():
     with pytest.raises(ValueError, match="no end-of-text token"):
         special_ids(foreign([]))
-
-
-def test_bytes_per_token_add_up_to_the_text(tokenizer):
-    for text in ("plain", "é東🙂" * 3, "mixed é and 🙂\n\n end  ", ""):
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        counts = bytes_per_token(text, encoding.offsets)
-        assert sum(counts) == len(text.encode()) and len(counts) == len(encoding.ids)
-    ascii_text = "def f(x):\n    return x"
-    encoding = tokenizer.encode(ascii_text, add_special_tokens=False)
-    assert bytes_per_token(ascii_text, encoding.offsets) == [len(token) for token in encoding.tokens]
-
-
-def test_bytes_are_those_of_the_source_when_a_normalizer_changes_the_text():
-    tokenizer = foreign([])
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
-    text = "a ｂ a"  # a full-width b: three bytes in the source, one after normalisation
-    assert unicodedata.normalize("NFKC", text) == "a b a"
-    assert bytes_per_token(text, tokenizer.encode(text).offsets) == [1, 4, 2]
-    tokenizer.add_special_tokens(["</s>"])
-    encoder = Encoder(tokenizer, 8, None, count_bytes=True)
-    encoded = next(encoder.encode([Document((text + "  ",), "file", 0)], Policy("stop")))
-    assert encoded.byte_counts.tolist() == [1, 4, 2, 2]  # what the normaliser dropped at the end counts to EOS

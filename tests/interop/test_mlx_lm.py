@@ -68,7 +68,7 @@ def test_quantisation_moves_the_logits_as_much_there_as_here(text_toy: Toy, pass
 
 def test_their_chat_template_is_ours(text_toy: Toy) -> None:
     from data import DataConfig, load_tokenizer
-    from data.chat import prompt_ids
+    from data.chat.prompt import prompt_ids
 
     _, tokenizer = mlx_lm.load(str(text_toy["plain"]))
     messages = [{"role": "user", "content": "What is a heap?"}]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from data.chat import prompt_ids
+from data.chat.prompt import prompt_ids
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import build

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from data.chat import prompt_ids
+from data.chat.prompt import prompt_ids
 from data.tokenizer import special_ids
 from model.generate import Request, Sample
 from train.errors import InputError

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.chat import EFFORT_LINE, EFFORTS
+from data.chat.conversation import EFFORT_LINE, EFFORTS
 from data.tokenizer import CONTROL_TOKENS
 from model import ModelConfig, build_model, save_pretrained
 from train.build import fit_to_tokenizer

@@ -18,7 +18,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from data.chat import effort_budget
+from data.chat.conversation import effort_budget
 from train.config.strict import STRICT
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from data import DataError
 from data.errors import Policy
-from data.sources import decode
+from data.files import decode
 from train.errors import InputError
 from train.rl.rewards.worker import load
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from data import DataConfig
-from data.companions import companion_files
+from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, merge_checkpoints
 from model.checkpoint.checkpoint import COMPANIONS
 from model.engram import engram_tables
@@ -68,7 +68,7 @@ def companions(origin: Origin) -> dict[str, str]:
         paths = [origin.folder / name for name in COMPANIONS]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
     text = origin.tokenizer.read_text(encoding="utf-8")
-    files = companion_files(DataConfig(tokenizer=str(origin.tokenizer)), Tokenizer.from_str(text))
+    files = tokenizer_files(DataConfig(tokenizer=str(origin.tokenizer)), Tokenizer.from_str(text))
     return {"tokenizer.json": text, **files}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 
-from data.chat import prompt_ids
+from data.chat.prompt import prompt_ids
 from train.build import Run, build
 from train.checkpoint.run_state import State
 from train.config.schema import Config

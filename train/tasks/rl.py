@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from data.companions import companion_files
 from data.tokenizer import special_ids
+from data.tokenizer_files import tokenizer_files
 from model import DeepseekV41, save_pretrained
 from train.build import Run, build
 from train.checkpoint import storage
@@ -125,7 +125,7 @@ def open_rollout(run: Run) -> Rollout:
         return LocalRollout(run.model, settings.in_flight, lambda: precision(run))
 
     def export(model: DeepseekV41, folder: Path) -> None:
-        files = companion_files(run.config.data, run.tokenizer)
+        files = tokenizer_files(run.config.data, run.tokenizer)
         form, ranks = settings.rollout.format, storage.ranks()
         save_pretrained(model, folder, run.tokenizer, format=form, companions=files, ranks=ranks)
 

@@ -8,7 +8,9 @@ import statistics
 from pathlib import Path
 
 from data import DataConfig, load_tokenizer
-from data.chat import EFFORT_LINE, prompt_ids, read_conversation
+from data.chat.conversation import EFFORT_LINE
+from data.chat.prompt import prompt_ids
+from data.chat.read import read_conversation
 from train.checkpoint.init_from import find_origin
 from train.rl import demo
 from train.rl.rewards import builtin

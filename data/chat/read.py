@@ -1,223 +1,18 @@
-"""Conversations: JSONL in the OpenAI `messages` shape -> documents in the V4.1 format, with only assistant text taught.
-
-The format (V4.1 report, arXiv 2609.19969, post-training; released encoder), control tokens in brackets:
-
-    [BOS][System]Reasoning Effort: 75 (...)\\n\\n<system text>
-    [User]<user text>[Assistant][<think>]<reasoning>[</think>]<answer>[EOS]
-
-The effort line is there in thinking mode only, and then [System] is too, system text or not. In chat mode, and in
-turns whose reasoning is dropped, a turn is [Assistant][</think>]<answer>[EOS]. Reasoning before the last user turn is
-dropped unless the conversation has tools: since an answer has its reasoning only while it is the last, such a record
-becomes one document for each answer, and each teaches that answer alone. Taught are reasoning, `</think>` behind it,
-answer, tool calls and EOS; never the header, system, user or tool text.
-
-A record: `messages`, and optionally `tools`, `effort` and `thinking`. Without `thinking`, an answer is in thinking mode
-if it has reasoning; with tools, all are if any has.
-Message: `role` (system or developer, user, assistant, tool), `content` (text, or a list of text parts and, from users,
-image parts), `reasoning_content`, `tool_calls`, `tool_call_id`, `weight` (0: an assistant message not to be taught).
-
-Our choices, where the report is silent; the first four follow the released encoder:
-- messages and tool results of one user turn, and the parts of a message, are joined by a blank line;
-- a system message inside a conversation opens a turn as a user message does;
-- tool calls follow the answer after a blank line as `<[｜DSML｜] calls>`, in it `<[｜DSML｜] invoke name="...">` and
-  `<[｜DSML｜] parameter name="..." string="true|false">`: strings as they are, all else as JSON;
-- tools stand at the end of the system text, one function schema in JSON a line; the words around them are ours;
-- a conversation has tools if a record or system message lists some or an assistant calls one.
-"""
+"""Record -> conversation: the OpenAI `messages` shape, checked field by field."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from data.errors import DataError, Policy
-from data.sources import Control, Document, JsonLines, Part, Picture, encodable, value_of
-from data.tokenizer import ASSISTANT, EOS, SYSTEM, USER, special_ids
-from data.tokens import control_ids
-
-FORMAT = 1  # raise when the same record becomes other parts
-EFFORTS = {"low": 50, "high": 75, "max": 100}
-DEFAULT_EFFORT = "high"
-EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
-REQUIRED = (USER, ASSISTANT, SYSTEM, "<think>", "</think>")  # tokens that a tokenizer must have for conversations
-
-THINK, END_THINK = Control("<think>"), Control("</think>")
-RESULT, END_RESULT = Control("<tool_result>"), Control("</tool_result>")
-MARKUP = Control("｜DSML｜")
-SEPARATOR = "\n\n"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call: the id that its result names, the function, its arguments."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Message:
-    """A turn or a system text. role: system, user (tool results included) or assistant."""
-
-    role: str
-    content: tuple[Part, ...]
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    taught: bool = False
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A checked record. thinking None: what has reasoning is; effort 1..100; with_tools: all reasoning stays."""
-
-    messages: tuple[Message, ...]
-    thinking: bool | None
-    effort: int
-    with_tools: bool
-
-    def documents(self, file: str, line: int, key: bytes | None = None) -> Iterator[Document]:
-        """What this conversation is trained as; every taught answer is taught in exactly one document."""
-        messages, taught = self.messages, [number for number, message in enumerate(self.messages) if message.taught]
-        thinking = any(message.reasoning for message in messages) if self.thinking is None else self.thinking
-        cases = [(replace(self, thinking=thinking), set(taught))]
-        if thinking and not self.with_tools:
-            modes = [self.thinking or bool(messages[number].reasoning) for number in taught]
-            ends = zip(taught, modes, strict=True)
-            cases = [(replace(self, messages=messages[: end + 1], thinking=mode), {end}) for end, mode in ends]
-        for conversation, answers in cases:
-            text = _render(conversation, answers)
-            # An encoder closes a document by EOS itself; that one is taught with what stands before it.
-            yield Document(tuple(text.parts[:-1]), file, line, tuple(text.taught[:-1]), key)
-
-
-class ChatLines(JsonLines):
-    """One conversation a line; see the module's description."""
-
-    def identity(self, content: bool = True) -> str:
-        return f"{super().identity(content)} {FORMAT}"
-
-    def _documents(self, raw: bytes, path: Path, line: int, policy: Policy) -> Sequence[Document]:
-        record = self._record(raw, path, line, policy)
-        conversation = read_conversation(record, str(path), line, self.field)
-        # Copies of a conversation, and all documents of one, stay on one side of a split.
-        key = json.dumps(record[self.field], sort_keys=True).encode()
-        return list(conversation.documents(str(path), line, key))
-
-
-def effort_budget(value: Any) -> int:
-    """1..100 of an effort by name or number. Raises ValueError for anything else; a bool is no number."""
-    if isinstance(value, str) and value in EFFORTS:
-        return EFFORTS[value]
-    if type(value) is int and 1 <= value <= 100:
-        return value
-    raise ValueError(f"effort={value!r}: must be one of {', '.join(EFFORTS)} or a whole number from 1 to 100")
-
-
-def prompt_ids(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    thinking: bool = False,
-    effort: str | int = DEFAULT_EFFORT,
-    tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
-    """Token ids of a conversation of text up to where the next answer begins, its header included.
-
-    Raises `DataError` for malformed messages.
-    """
-    record = {"messages": messages, "thinking": thinking, "effort": effort, "tools": tools}
-    text = _render(read_conversation(record, "messages", 0, answered=False), set())
-    ids = [bos] if (bos := special_ids(tokenizer).bos) is not None else []
-    for part in (*text.parts, Control(ASSISTANT), THINK if thinking else END_THINK):
-        if isinstance(part, Picture):
-            raise DataError("messages", 0, "image in a text prompt", part.key)
-        if isinstance(part, Control):
-            ids += control_ids(tokenizer, part)
-        else:
-            ids += tokenizer.encode(part, add_special_tokens=False).ids
-    return ids
-
-
-# Conversation -> parts
-
-
-@dataclass
-class _Text:
-    """Parts in reading order and whether each is taught.
-
-    Text between two control tokens is one part: it must be tokenised as it is when a model reads or writes it.
-    """
-
-    parts: list[Part] = field(default_factory=list)
-    taught: list[bool] = field(default_factory=list)
-
-    def add(self, *parts: Part, taught: bool = False) -> None:
-        for part in parts:
-            if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
-                assert self.taught[-1] == taught, "a control token stands where supervision begins or ends"
-                self.parts[-1] += part
-            elif part != "":
-                self.parts.append(part)
-                self.taught.append(taught)
-
-
-def _render(conversation: Conversation, taught: set[int]) -> _Text:
-    """The parts of a conversation, without BOS; `taught` are the numbers of the messages to supervise."""
-    text, messages, thinking = _Text(), conversation.messages, conversation.thinking
-    opened = max(number for number, message in enumerate(messages) if message.role != "assistant")
-    if thinking or messages[0].role == "system":
-        text.add(Control(SYSTEM))
-    if thinking:
-        text.add(EFFORT_LINE.format(conversation.effort))
-    for number, message in enumerate(messages):
-        if message.role == "system":
-            text.add(*[Control(SYSTEM)] * (number > 0), *message.content)
-        elif message.role == "user":
-            text.add(Control(USER), *message.content)
-        else:
-            reasons = thinking and (conversation.with_tools or number > opened)
-            body = (message.reasoning, END_THINK) if reasons else ()
-            text.add(Control(ASSISTANT), THINK if reasons else END_THINK)
-            text.add(*body, *message.content, *_calls(message.calls), Control(EOS), taught=number in taught)
-    return text
-
-
-def _calls(calls: tuple[Call, ...]) -> Iterator[Part]:
-    if not calls:
-        return
-    yield from (SEPARATOR + "<", MARKUP, " calls>\n")
-    for call in calls:
-        yield from ("<", MARKUP, f' invoke name="{call.name}">\n')
-        for number, (name, value) in enumerate(call.arguments.items()):
-            is_text = isinstance(value, str)
-            yield from ("\n" * (number > 0) + "<", MARKUP, f' parameter name="{name}" string="{_json(is_text)}">')
-            yield from (value if is_text else _json(value), "</", MARKUP, " parameter>")
-        yield from ("\n</", MARKUP, " invoke>\n")
-    yield from ("</", MARKUP, " calls>")
-
-
-def _tool_list(tools: list[dict[str, Any]]) -> Iterator[Part]:
-    """What the system text says about the tools: how to call them, then their schemas."""
-    yield "## Tools\n\nThe functions below can be called. A call looks like this, with one parameter a line:\n\n<"
-    yield from (MARKUP, " calls>\n<", MARKUP, ' invoke name="FUNCTION">\n<', MARKUP)
-    yield from (' parameter name="PARAMETER" string="true|false">VALUE</', MARKUP, " parameter>\n</", MARKUP)
-    yield from (" invoke>\n</", MARKUP, ' calls>\n\nA text is given as it is with string="true", any other value as ')
-    yield 'JSON with string="false". One block may hold several calls.\n\n### Functions\n\n'
-    yield "\n".join(_json(tool) for tool in tools)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-# Record -> conversation
+from data.chat.conversation import DEFAULT_EFFORT, Call, Conversation, Message, effort_budget
+from data.chat.render import END_RESULT, RESULT, SEPARATOR, to_json, tool_list
+from data.document import Part, Picture, encodable, value_of
+from data.errors import DataError
 
 
 def read_conversation(
@@ -297,7 +92,7 @@ class _Reader:
                 close()
                 content = self._content(item, number)
                 if tools := item.get("tools"):
-                    content = (*content, SEPARATOR, *_tool_list(self._tools(tools)))
+                    content = (*content, SEPARATOR, *tool_list(self._tools(tools)))
                 messages.append(Message("system", content))
             elif role == "assistant":
                 close()
@@ -354,7 +149,7 @@ class _Reader:
             raise self.bad("wrong tool call", f"message {number}: the name {quoted[0]!r} has a quotation mark")
         for text in (name, *arguments, *(value for value in arguments.values() if isinstance(value, str))):
             encodable(text, self.file, self.line)
-        encodable(_json(arguments), self.file, self.line)
+        encodable(to_json(arguments), self.file, self.line)
         return Call(self._name(call, "id", number), name, arguments)
 
     def _tools(self, tools: Any) -> list[dict[str, Any]]:
@@ -366,7 +161,7 @@ class _Reader:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 shape = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise self.bad("wrong tools", f"a tool must look like {shape}")
-            encodable(_json(function), self.file, self.line)
+            encodable(to_json(function), self.file, self.line)
         return functions
 
     def _check_results(self, calls: tuple[Call, ...], results: list[str]) -> None:

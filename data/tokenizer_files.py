@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
-from data.chat import REQUIRED
+from data.chat.render import REQUIRED
 from data.config import DataConfig
 from data.tokenizer import special_ids
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
-def companion_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
+def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Name -> text of the files with which AutoTokenizer, and engines that build on it, read a tokenizer as this
     project uses it: BOS in front, the control tokens by role, and (if it has the tokens) the chat format.
 
@@ -34,7 +34,7 @@ def companion_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
     }
     files = {TOKENIZER: _with_bos(tokenizer, ids.bos), CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     if all(tokenizer.token_to_id(token) is not None for token in REQUIRED):
-        files[TEMPLATE] = (Path(__file__).parent / TEMPLATE).read_text(encoding="utf-8")
+        files[TEMPLATE] = (Path(__file__).parent / "chat" / TEMPLATE).read_text(encoding="utf-8")
     return files
 
 

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from data import DataConfig, load_tokenizer, special_ids
-from data.chat import prompt_ids, read_conversation
-from data.companions import CONFIG, TEMPLATE, companion_files
-from data.sources import Control
-from tests.data.test_chat import EFFORT, TOOL, assistant, call, result, user
+from data.chat.prompt import prompt_ids
+from data.chat.read import read_conversation
+from data.chat.render import documents
+from data.document import Control
+from data.tokenizer_files import CONFIG, TEMPLATE, tokenizer_files
+from tests.data.chat.records import EFFORT, TOOL, assistant, call, result, user
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +43,7 @@ CASES = {
 def exported(tokenizer, tmp_path_factory):
     """(our tokenizer, the same as AutoTokenizer reads it, its folder)."""
     folder = tmp_path_factory.mktemp("export")
-    for name, text in companion_files(DataConfig(), tokenizer).items():
+    for name, text in tokenizer_files(DataConfig(), tokenizer).items():
         (folder / name).write_text(text, encoding="utf-8")
     return tokenizer, transformers.AutoTokenizer.from_pretrained(folder), folder
 
@@ -71,7 +73,7 @@ def test_the_template_writes_the_prompts_of_the_data(exported, case: str) -> Non
 def test_the_template_writes_answers_as_they_are_taught(exported) -> None:
     ours, theirs, _ = exported
     record = {"messages": [user("1+1?"), assistant("2", "easy")], "thinking": True}
-    (document,) = read_conversation(record, "f", 1).documents("f", 1)
+    (document,) = documents(read_conversation(record, "f", 1), "f", 1)
     text = "".join(part.spelling if isinstance(part, Control) else part for part in document.parts)
     rendered = theirs.apply_chat_template(record["messages"], thinking=True, tokenize=False)
     assert rendered == theirs.bos_token + text + theirs.eos_token
@@ -89,10 +91,10 @@ def test_the_exported_tokenizer_is_the_same_for_the_data(exported) -> None:
 def test_a_tokenizer_that_came_with_files_keeps_them(exported, tmp_path) -> None:
     ours, _, folder = exported
     cfg = DataConfig(tokenizer=str(folder / "tokenizer.json"))
-    files = companion_files(cfg, ours)
+    files = tokenizer_files(cfg, ours)
     assert json.loads(files[CONFIG])["bos_token"] == "<｜begin▁of▁sentence｜>" and TEMPLATE in files
     (tmp_path / CONFIG).write_text("{}")
-    assert companion_files(DataConfig(tokenizer=str(tmp_path)), ours) == {CONFIG: "{}"}
+    assert tokenizer_files(DataConfig(tokenizer=str(tmp_path)), ours) == {CONFIG: "{}"}
 
 
 def test_text_arguments_are_refused_by_the_template(exported) -> None:

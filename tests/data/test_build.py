@@ -1,0 +1,53 @@
+import pytest
+from tokenizers import Tokenizer
+
+from data import DataConfig, build_loaders, load_tokenizer
+from data.open import open_sources
+from data.tokenizer import train_tokenizer
+
+
+def text_folder(path, texts):
+    path.mkdir()
+    for number, text in enumerate(texts):
+        (path / f"{number}.txt").write_text(text, encoding="utf-8")
+    return DataConfig(
+        source="text", paths=[str(path)], cache_dir=str(path / ".cache"), vocab_size=600, validation_share=0.2
+    )
+
+
+def test_a_tokenizer_is_trained_once_and_again_when_its_inputs_change(tmp_path, texts, monkeypatch):
+    cfg = text_folder(tmp_path / "corpus", texts)
+    first = load_tokenizer(cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.tokenizer.train_tokenizer", lambda *a: pytest.fail("trained again"))
+        assert load_tokenizer(cfg).to_str() == first.to_str()
+        cfg.vocab_size = 601
+        with pytest.raises(pytest.fail.Exception, match="trained again"):
+            load_tokenizer(cfg)
+        cfg.vocab_size = 600
+        (tmp_path / "corpus" / "0.txt").write_text("changed " * 100)
+        (tmp_path / "corpus" / "1.txt").write_text("changed " * 100)
+        with pytest.raises(pytest.fail.Exception, match="trained again"):
+            load_tokenizer(cfg)
+    leftover = [p.name for p in (tmp_path / "corpus" / ".cache").iterdir() if not p.name.endswith((".json", ".lock"))]
+    assert leftover == []
+
+
+def test_training_is_deterministic_and_sees_the_train_split_only(tmp_path, texts):
+    one, two = (text_folder(tmp_path / name, texts) for name in "ab")
+    assert load_tokenizer(one).to_str() == load_tokenizer(two).to_str()
+    kept = [f.path.read_text(encoding="utf-8") for f in _train_files(one)]
+    assert len(kept) < len(texts)
+    assert Tokenizer.from_str(train_tokenizer(iter(kept), 600).to_str()).get_vocab() == load_tokenizer(one).get_vocab()
+
+
+def _train_files(cfg):
+    return open_sources(cfg)[0].files
+
+
+def test_every_problem_of_the_arguments_is_reported_at_once(tokenizer):
+    cfg = DataConfig(source="digits", window_tokens=0)
+    with pytest.raises(ValueError) as caught:
+        build_loaders(cfg, tokenizer, seq_len=1, batch_size=3, rank=2, world_size=2)
+    for key in ("window_tokens=0", "seq_len=1", "batch_size=3", "rank=2", "vision_config"):
+        assert key in str(caught.value)
