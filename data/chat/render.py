@@ -99,7 +99,7 @@ def tool_list(tools: list[dict[str, Any]]) -> Iterator[Part]:
     yield "## Tools\n\nThe functions below can be called. A call looks like this, with one parameter a line:\n\n<"
     yield from (MARKUP, " calls>\n<", MARKUP, ' invoke name="FUNCTION">\n<', MARKUP)
     yield from (' parameter name="PARAMETER" string="true|false">VALUE</', MARKUP, " parameter>\n</", MARKUP)
-    yield from (" invoke>\n</", MARKUP, " calls>\n\nA text is given as it is with string=\"true\", any other value as ")
+    yield from (" invoke>\n</", MARKUP, ' calls>\n\nA text is given as it is with string="true", any other value as ')
     yield 'JSON with string="false". One block may hold several calls.\n\n### Functions\n\n'
     yield "\n".join(to_json(tool) for tool in tools)
 

@@ -62,9 +62,7 @@ def test_images_as_path_bytes_and_base64_become_the_same_spans(tokenizer, tmp_pa
     train, valid = build_loaders(cfg, tokenizer, seq_len=40, batch_size=len(lines), vision=VISION)
     batch = next(iter(train))
     image = "<｜deepseek_image｜>"
-    ids, taught = expected(
-        tokenizer, BOS, USER, *[image] * span, "\n\nColour?", ASSISTANT, "</think>", ["Red."], [EOS]
-    )
+    ids, taught = expected(tokenizer, BOS, USER, *[image] * span, "\n\nColour?", ASSISTANT, "</think>", ["Red."], [EOS])
     assert len(ids) < 40 < 2 * len(ids), "one to a row"
     for row in range(len(lines)):
         assert batch["input_ids"][row, : len(ids)].tolist() == ids
