@@ -8,7 +8,7 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
 .PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
-.PHONY: interop interop-install bench-distributed lint clean
+.PHONY: interop interop-install bench-distributed lint docs docs-check clean
 
 help:
 	@echo "make install      set up .venv; every other target does it first"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench        print the benchmark tables; make bench-distributed: those of 1, 2 and 4 processes"
 	@echo "make kernels      compile the GPU kernels without a GPU: registers, shared memory, spills, roofline estimates"
 	@echo "make lint         check the style"
+	@echo "make docs         write the configuration page and the plots of docs/; make docs-check: run the pages' commands at tiny sizes"
 	@echo "make clean        remove .venv and what tests and builds leave (runs/ and .cache/ stay)"
 	@echo 'Settings:         make train ARGS="name=mine seed=1"     make test ARGS="tests/train -k resume"'
 	@echo "Without make:     source .venv/bin/activate; python -m train --help"
@@ -74,6 +75,13 @@ bench-distributed: install
 
 lint: install
 	@$(PY) -m ruff check .
+
+docs: install
+	@$(PY) docs/generate.py
+	@$(PY) docs/plot.py
+
+docs-check: install
+	@$(PY) -m pytest tests/docs $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
