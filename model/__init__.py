@@ -4,7 +4,7 @@ from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, ind
 from model.checkpoint.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.checkpoint.merge import merge_checkpoints, open_folder
 from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
-from model.dspark import Draft, Drafted, Drafter, DraftLoss, build_drafter, load_drafter
+from model.dspark import Draft, Drafted, Drafter, DraftLoss, DraftObjective, build_drafter, load_drafter
 from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
 
@@ -12,6 +12,7 @@ __all__ = [
     "DeepseekV41",
     "Draft",
     "DraftLoss",
+    "DraftObjective",
     "Drafted",
     "Drafter",
     "Generator",

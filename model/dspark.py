@@ -19,7 +19,7 @@ V vocabulary, r Markov rank; A anchors of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from model.checkpoint.released import read_headers
 from model.config import ModelConfig, Runtime, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
-from model.layout import Pack
+from model.layout import Pack, build_pack
 from model.loss import draft_distances
 from model.moe import Routing, expert_load
 from model.norm import RMSNorm
@@ -44,6 +44,7 @@ from model.sparse import chunk_elements, dense_attention, gathered_attention
 
 CE, L1, BCE = 0.1, 0.9, 1.0  # weights of the loss terms (DeepSpec)
 DECAY = 4.0  # a slot i counts exp(-i / DECAY)
+BINS = 10  # of predicted acceptance, for its calibration
 
 
 class Layout(NamedTuple):
@@ -106,8 +107,8 @@ class Draft(NamedTuple):
 class DraftLoss(NamedTuple):
     """loss = 0.1 ce + 0.9 l1 + bce, differentiable, each a mean over all slots of the batch by `weights`; tau: expected
     accepted length, 1 + the drafts, averaged over blocks with a supervised slot. Detached, shaped as the anchors with B
-    behind: valid bool, weights, alpha (acceptance, 0 where not valid), confidence (logits). Sums for larger batches:
-    weight_sum, tau_sum, blocks. expert_load int64 [stages, 2, E].
+    behind: valid bool, weights, alpha (acceptance, 0 where not valid), confidence (logits). expert_load int64
+    [stages, 2, E].
     """
 
     loss: Tensor
@@ -119,9 +120,76 @@ class DraftLoss(NamedTuple):
     weights: Tensor
     alpha: Tensor
     confidence: Tensor
-    weight_sum: Tensor
-    tau_sum: Tensor
-    blocks: Tensor
+    expert_load: Tensor
+
+
+@dataclass(frozen=True)
+class DraftObjective:
+    """Weights of the loss terms, and whether the confidence's error stays with its head (see `Drafter.loss`)."""
+
+    ce: float = CE
+    l1: float = L1
+    confidence: float = BCE
+    detach_confidence: bool = True
+
+
+@dataclass(frozen=True)
+class DraftTotals:
+    """Counts over a whole optimizer step (all micro-batches, all ranks): real, non-padding tokens; valid int64 [B],
+    blocks whose slots are supervised up to each.
+    """
+
+    real: Tensor
+    valid: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """What the step's losses are divided by: the sum of all slots' weights, fp32 (1 if there is none)."""
+        total = (self.valid * slot_weights(len(self.valid), self.valid.device).double()).sum().float()
+        return total.where(total > 0, 1.0)
+
+    def to_tensor(self) -> Tensor:
+        """int64 [1 + B], for an all-reduce."""
+        return torch.cat([self.real.reshape(1), self.valid])
+
+    @classmethod
+    def from_tensor(cls, flat: Tensor) -> DraftTotals:
+        return cls(flat[0], flat[1:])
+
+
+class DraftLosses(NamedTuple):
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals:
+    micro-batches add up.
+
+    The rest is detached sums over slots: ce_sum, l1_sum, bce_sum by weight; slots int64 [B], how many are supervised;
+    alpha_sum [B] (their acceptance);
+    accepted_sum (expected accepted tokens of all blocks, the backbone's own included); calibration fp64 [BINS, 3]: by
+    predicted acceptance, the slots, their predictions and their acceptances; expert_load int64 [stages, 2, E].
+    """
+
+    total: Tensor
+    ce_sum: Tensor
+    l1_sum: Tensor
+    bce_sum: Tensor
+    slots: Tensor
+    alpha_sum: Tensor
+    accepted_sum: Tensor
+    calibration: Tensor
+    expert_load: Tensor
+
+
+class _Terms(NamedTuple):
+    """Loss terms as weighted sums, and what they come from; valid, weights, alpha, confidence [N, B], accepted [N]."""
+
+    ce_sum: Tensor
+    l1_sum: Tensor
+    bce_sum: Tensor
+    where: Anchors
+    valid: Tensor
+    weights: Tensor
+    alpha: Tensor
+    accepted: Tensor
+    confidence: Tensor
     expert_load: Tensor
 
 
@@ -276,6 +344,54 @@ class Drafter(nn.Module):
         detach_confidence: the confidence's error trains its head only (it is disputed whether it should reach the
         drafter: DeepSpec lets it, an ablation in `speculators`, pull request 848, found that this hurts).
         """
+        terms = self._terms(input_ids, labels, anchors, detach_confidence, batch)
+        total, blocks = terms.weights.sum(), terms.valid[:, 0].sum()
+        count = total.where(total > 0, 1.0)  # no supervised slot at all: 0, not NaN
+        ce, l1, bce = (term / count for term in (terms.ce_sum, terms.l1_sum, terms.bce_sum))
+        tau = terms.accepted.sum() / blocks.clamp(min=1)
+        shown = (terms.where.unflatten(x) for x in (terms.valid, terms.weights, terms.alpha, terms.confidence))
+        found = (CE * ce + L1 * l1 + BCE * bce, *(x.detach() for x in (ce, l1, bce)), tau)
+        return DraftLoss(*found, *shown, expert_load=terms.expert_load)
+
+    def totals(
+        self, input_ids: Tensor, labels: Tensor, anchors: Tensor, attention_mask=None, seq_lens=None, **_: Tensor
+    ) -> DraftTotals:
+        """What this batch adds to the step's totals; costs no forward."""
+        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens)
+        where = self.locate(anchors, pack, input_ids.shape)
+        slots = slots_of(where, pack, input_ids, labels, self.block_size)
+        return DraftTotals(torch.tensor(pack.tokens, device=labels.device), slots.valid.sum(0))
+
+    def losses(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        anchors: Tensor,
+        totals: DraftTotals,
+        objective: DraftObjective = DraftObjective(),  # noqa: B008
+        **batch: Tensor,
+    ) -> DraftLosses:
+        """The training losses of one micro-batch, normalised by the totals of its step. Inputs as in `loss`."""
+        terms = self._terms(input_ids, labels, anchors, objective.detach_confidence, batch)
+        total = objective.ce * terms.ce_sum + objective.l1 * terms.l1_sum + objective.confidence * terms.bce_sum
+        sure = torch.sigmoid(terms.confidence[terms.valid])
+        bins = (sure * BINS).long().clamp(max=BINS - 1)
+        judged = torch.stack([torch.ones_like(sure), sure, terms.alpha[terms.valid]], dim=1).double()
+        return DraftLosses(
+            total=total / totals.weight,
+            ce_sum=terms.ce_sum.detach(),
+            l1_sum=terms.l1_sum.detach(),
+            bce_sum=terms.bce_sum.detach(),
+            slots=terms.valid.sum(0),
+            alpha_sum=terms.alpha.sum(0),
+            accepted_sum=terms.accepted.sum(),
+            calibration=judged.new_zeros(BINS, 3).index_add(0, bins, judged),
+            expert_load=terms.expert_load,
+        )
+
+    def _terms(
+        self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool, batch: dict[str, Tensor]
+    ) -> _Terms:
         features = self._features(input_ids, {**batch, "labels": labels})
         pack = features.pack
         where = self.locate(anchors, pack, input_ids.shape)
@@ -287,30 +403,27 @@ class Drafter(nn.Module):
         def supervised(x: Tensor) -> Tensor:
             return x.flatten(0, 1).index_select(0, rows)
 
-        teacher = features.hidden.index_select(0, supervised(slots.at))
-        nll, distance = draft_distances(
-            supervised(self._last.norm(hidden)),
-            self.backbone.head.whole().detach(),
-            supervised(embedded),
-            self._last.markov_head.head.weight,
-            teacher,
-            supervised(slots.target),
-        )
+        states = [supervised(self._last.norm(hidden)), features.hidden.index_select(0, supervised(slots.at))]
+        if torch.is_autocast_enabled(hidden.device.type):
+            states = [state.to(torch.get_autocast_dtype(hidden.device.type)) for state in states]
+        head, markov = self.backbone.head.whole().detach(), self._last.markov_head.head.weight
+        mine = (states[0], head, supervised(embedded), markov)
+        nll, distance = draft_distances(*mine, states[1], supervised(slots.target))
         confidence = self._last.confidence_head(*(x.detach() if detach_confidence else x for x in (hidden, embedded)))
-        sure = supervised(confidence)
         accepted = (1 - distance.detach() / 2).clamp(0, 1).float()
-        wrong = F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")
-        weights = slots.weights
-        weight, total = supervised(weights), weights.sum()
-        count = total.where(total > 0, 1.0)  # no supervised slot at all: 0, not NaN
-        ce, l1, bce = ((weight * term).sum() / count for term in (nll, distance, wrong))
-        alpha = accepted.new_zeros(weights.numel()).index_copy(0, rows, accepted).view_as(weights)
-        tau_sum = (slots.valid[:, 0] + alpha.cumprod(1).sum(1)).sum()
-        blocks = slots.valid[:, 0].sum()
-        shown = (where.unflatten(x.detach()) for x in (slots.valid, weights, alpha, confidence))
-        load = torch.stack([expert_load(routing, None) for routing in routings])
-        terms = (CE * ce + L1 * l1 + BCE * bce, ce, l1, bce, tau_sum / blocks.clamp(min=1))
-        return DraftLoss(*terms, *shown, total, tau_sum, blocks, load)
+        wrong = F.binary_cross_entropy_with_logits(supervised(confidence), accepted, reduction="none")
+        weight = supervised(slots.weights)
+        alpha = accepted.new_zeros(slots.valid.numel()).index_copy(0, rows, accepted).view_as(slots.weights)
+        return _Terms(
+            *((weight * term).sum() for term in (nll, distance, wrong)),
+            where=where,
+            valid=slots.valid,
+            weights=slots.weights,
+            alpha=alpha,
+            accepted=slots.valid[:, 0] + alpha.cumprod(1).sum(1),
+            confidence=confidence.detach(),
+            expert_load=torch.stack([expert_load(routing, None) for routing in routings]),
+        )
 
     def main_x(self, entering: Tensor) -> Tensor:
         """[T, target layers * d] of the backbone -> [T, d], what all stages make their context keys from."""
@@ -410,8 +523,12 @@ def slots_of(where: Anchors, pack: Pack, input_ids: Tensor, labels: Tensor, bloc
     inside, at = at <= end[:, None], at.minimum(end[:, None])
     target = torch.where(inside, wanted[at], -100)[:, 1:]
     valid = (target >= 0).cumprod(1).bool()
-    decay = torch.exp(-torch.arange(block_size, device=ids.device, dtype=torch.float32) / DECAY)
-    return Slots(ids[at[:, :-1]], at[:, :-1], target, valid, valid * decay)
+    return Slots(ids[at[:, :-1]], at[:, :-1], target, valid, valid * slot_weights(block_size, ids.device))
+
+
+def slot_weights(block_size: int, device: torch.device) -> Tensor:
+    """fp32 [B]: how much each slot counts in the loss."""
+    return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / DECAY)
 
 
 def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:

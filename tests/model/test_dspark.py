@@ -15,6 +15,7 @@ from torch import Tensor
 import model.attention
 from model import (
     Drafter,
+    DraftObjective,
     ModelConfig,
     Runtime,
     build_drafter,
@@ -28,6 +29,7 @@ from model import (
     save_pretrained,
 )
 from model.checkpoint.checkpoint import released_names
+from model.dspark import DraftTotals
 from model.loss import draft_distances
 from model.parallel.ranks import Parallel
 from tests import processes
@@ -219,7 +221,7 @@ def test_packed_documents_equal_documents_alone(no_rounding) -> None:  # noqa: F
     packed = drafts(drafter, data, ANCHORS)
     flat = {name: packed[name].flatten(0, 1) for name in ("hidden", "logits", "greedy.tokens", "loss.alpha")}
     sums = {name: 0.0 for name in packed if name.startswith("grad.")}
-    total = packed["loss.weight_sum"]
+    total = packed["loss.weights"].sum()
     for row, start, length in ((0, 0, 12), (0, 12, 23), (1, 0, 18)):
         mine = (ANCHORS[row] > start) & (ANCHORS[row] <= start + length)
         cut = {name: data[name][row : row + 1, start : start + length] for name in ("input_ids", "labels")}
@@ -239,7 +241,7 @@ def test_packed_documents_equal_documents_alone(no_rounding) -> None:  # noqa: F
             torch.testing.assert_close(getattr(alone, name), flat[name][wanted], atol=1e-5, rtol=1e-5, msg=name)
         assert torch.equal(drafter.draft(cut["input_ids"], anchors, first).tokens, flat["greedy.tokens"][wanted])
         for name in sums:
-            sums[name] = sums[name] + drafter_alone[name] * drafter_alone["loss.weight_sum"] / total
+            sums[name] = sums[name] + drafter_alone[name] * drafter_alone["loss.weights"].sum() / total
     assert_same(sums, {name: packed[name] for name in sums}, 1e-4)
 
 
@@ -252,7 +254,6 @@ def test_a_document_ends_its_blocks() -> None:
         at = int(ANCHORS[row, column])
         ahead = [at + 1 + i < end and int(labels[row, at + 1 + i]) >= 0 for i in range(3)]
         assert result.valid[row, column].tolist() == [all(ahead[: i + 1]) for i in range(3)]
-    assert result.blocks == result.valid[..., 0].sum()
 
 
 def test_no_supervised_slot_is_no_loss() -> None:
@@ -262,6 +263,36 @@ def test_no_supervised_slot_is_no_loss() -> None:
         result = drafter.loss(anchors=anchors, **data)
         result.loss.backward()
         assert result.loss == 0 and not any(p.grad is not None and p.grad.any() for p in drafter.parameters())
+
+
+def test_losses_of_micro_batches_are_those_of_the_larger_batch() -> None:
+    """Divided by common totals they and their gradients add up, whatever the weights of the terms."""
+    drafter, data = tiny_drafter(), batch(LENGTHS)
+    expected = drafter.loss(anchors=ANCHORS, **data)
+    expected.loss.backward()
+    wanted = gradients(drafter)
+    parts = [{name: t[row : row + 1] for name, t in {**data, "anchors": ANCHORS}.items()} for row in range(2)]
+    totals = DraftTotals.from_tensor(sum(drafter.totals(**part).to_tensor() for part in parts))
+    assert totals.real == 53 and torch.equal(totals.valid, expected.valid.sum((0, 1)))
+    drafter.zero_grad()
+    found = [drafter.losses(**part, totals=totals) for part in parts]
+    sum(losses.total for losses in found).backward()
+    assert_same(gradients(drafter), wanted, 1e-5)
+    sums = {name: sum(getattr(losses, name) for losses in found) for name in found[0]._fields}
+    blocks, slots = totals.valid[0], totals.valid.sum()
+    assert torch.equal(sums["slots"], totals.valid)
+    torch.testing.assert_close(sums["total"], expected.loss)
+    torch.testing.assert_close(sums["accepted_sum"] / blocks, expected.tau)
+    torch.testing.assert_close(sums["alpha_sum"], expected.alpha.sum((0, 1)))
+    assert torch.equal(sums["expert_load"], expected.expert_load)
+    assert sums["calibration"][:, 0].sum() == slots
+    sure = expected.confidence[expected.valid].sigmoid()
+    low = (sure >= 0.3) & (sure < 0.4)
+    row = torch.stack([low.sum(), sure[low].sum(), expected.alpha[expected.valid][low].sum()]).double()
+    torch.testing.assert_close(sums["calibration"][3], row, atol=1e-5, rtol=1e-5)
+    other = DraftObjective(ce=0.5, l1=0.0, confidence=2.0)
+    total = sum(drafter.losses(**part, totals=totals, objective=other).total for part in parts)
+    torch.testing.assert_close(total, 0.5 * expected.ce + 2 * expected.bce)
 
 
 def test_bad_anchors_are_refused() -> None:
@@ -480,7 +511,7 @@ def steps(drafter: Drafter, rank: int, total: float) -> dict:
     for seed in range(2):
         anchors = torch.tensor([[-1]]) if (rank, seed) == (1, 0) else torch.tensor([[3, 9, 10 + rank]])
         result = drafter.loss(anchors=anchors, **batch([[14 + rank]], seed=10 * rank + seed, width=16))
-        losses.append(result.loss * result.weight_sum / total)
+        losses.append(result.loss * result.weights.sum() / total)
         results.append({"loss": losses[-1].detach(), "alpha": result.alpha, "load": result.expert_load})
     for loss in losses:
         loss.backward()
