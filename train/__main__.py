@@ -17,7 +17,7 @@ from train.distributed.engine import LAUNCHERS, run_to_the_end
 from train.distributed.failure_detector import LOST, RankLost
 from train.errors import REFUSED
 from train.loop import Interrupted, NonFiniteError
-from train.tasks import convert, merge, plan, pretrain, rl
+from train.tasks import convert, dspark, merge, plan, pretrain, rl
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
@@ -27,6 +27,7 @@ TASKS = {
     "sft": pretrain.run,
     "rl": rl.run,
     "distill": rl.run,
+    "dspark": dspark.run,
     "plan": plan.run,
     "convert": convert.run,
     "merge": merge.run,

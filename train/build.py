@@ -13,15 +13,15 @@ import torch
 from tokenizers import Tokenizer
 
 from data import build_loaders, load_tokenizer, special_ids
-from model import ModelConfig, build_model
+from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.checkpoint.checkpoint import check_packable
 from model.engram import build_token_map
 from model.parallel.ranks import Ranks
 from optim import Optimizer, Place, assign
-from train.checkpoint.init_from import load_origin
+from train.checkpoint.init_from import holds_drafter, load_origin
 from train.config.schema import Config, ConfigError, problem
 from train.distributed.engine import Engine, World, pick_device
-from train.param_groups import adamw_rules, adapter_rules, report_rules
+from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Run:
     world: World
     tokenizer: Tokenizer
     model_config: ModelConfig
-    model: torch.nn.Module
+    model: torch.nn.Module  # what is trained: the model, or with task=dspark a drafter
     optimizer: Optimizer
     engine: Engine
     train_batches: Any
@@ -50,11 +50,21 @@ class Run:
 
     def memory(self) -> dict[str, int]:
         """Bytes of what this process holds of the model once every parameter was trained."""
-        parameters = list(self.model.parameters())
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = {"weights": parameters, "gradients": trained}
         sizes = {name: sum(p.numel() * p.element_size() for p in some) for name, some in held.items()}
         return sizes | {"optimizer state": self.optimizer.state_bytes()}
+
+    @property
+    def backbone(self) -> DeepseekV41:
+        """The language model: what is trained, or what a drafter is trained for."""
+        return self.model.backbone if isinstance(self.model, Drafter) else self.model
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The model, and beside it the drafter if there is one."""
+        return [self.backbone] if self.backbone is self.model else [self.backbone, self.model]
 
     @property
     def kept(self) -> torch.nn.Module:
@@ -93,6 +103,9 @@ def build(config: Config, world: World | None = None) -> Run:
         check_packable(model)
     if config.lora.on:
         notes += give_adapter(config, model)
+    if config.dspark is not None:
+        model, added = give_drafter(config, model)
+        notes += added
     model.eval()  # as it is used outside of a training step
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
@@ -181,6 +194,17 @@ def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
     return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
 
 
+def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[str]]:
+    """Load the weights that a drafter is to serve, for good, and make it. What was done, for the log."""
+    origin = load_origin(backbone, config.init_from)
+    backbone.requires_grad_(False).eval()
+    size = sum(map(whole_size, backbone.parameters()))
+    notes = [f"backbone of {size:,} parameters, not trained: {origin}"]
+    if config.dspark.drafter is None and holds_drafter(origin):
+        return load_drafter(origin, backbone), [*notes, f"drafter: trained on from {origin}"]
+    return build_drafter(backbone, config.seed), [*notes, "drafter: new"]
+
+
 def whole_size(parameter: torch.nn.Parameter) -> int:
     """Elements of the parameter, of which this process may hold a part."""
     shard = getattr(parameter, "shard", None)
@@ -204,6 +228,11 @@ def build_optimizer(
     optim = config.optim
     if config.lora.on:
         rules = adapter_rules()
+    elif config.dspark is not None:
+        switches = {"per_head": optim.per_head, "tables": optim.tables, "tables_lr_factor": optim.tables_lr_factor}
+        rules = (
+            drafter_rules(model_config, **switches) if optim.rules == "report" else adamw_drafter_rules(model_config)
+        )
     elif optim.rules == "report":
         rules = report_rules(
             model_config,

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from model import Losses, Totals, indexer_recall
+from model import Losses, indexer_recall
+from model.dspark import DraftLosses
 from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train.build import Run
@@ -44,7 +45,7 @@ def train_step(
     batches: list[Batch],
     step: int,
     tokens: int,
-    losses_of: Callable[[Batch, Totals], Losses] | None = None,
+    losses_of: Callable[[Batch, Any], Losses | DraftLosses] | None = None,
     fillers: int = 0,
 ) -> dict[str, Any]:
     """One optimizer step over the micro-batches of all ranks: exactly the step that one batch of all their rows would
@@ -68,8 +69,9 @@ def train_step(
     lr = optim.schedule.lr(step, tokens)
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
     counts = [number < len(batches) - fillers for number in range(len(batches))]
-    totals = sum(model.totals(**batch).to_tensor() * real for batch, real in zip(batches, counts, strict=True))
-    totals = Totals.from_tensor(world.sum_(totals))
+    each = [model.totals(**batch) for batch in batches]
+    totals = sum(own.to_tensor() * real for own, real in zip(each, counts, strict=True))
+    totals = type(each[0]).from_tensor(world.sum_(totals))
     sums: dict[str, torch.Tensor] = {}
     model.train()  # an adapter may have dropout
     for batch, real in zip(batches, counts, strict=True):
@@ -144,7 +146,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         "targets": targets,
         **({"exact_match": right / asked, "answers": asked} if chat else {}),
         "index_recall": probe.recall,
-        "expert_load": _load_record(load),
+        "expert_load": load_record(load),
         "seconds": time.perf_counter() - started,
     }
 
@@ -384,10 +386,9 @@ def stop(
     raise Interrupted(f"Stopped by {cause} after step {state.step}, {where}. Run the same command to continue.")
 
 
-def _loss_sums(losses: Any) -> dict[str, torch.Tensor]:
+def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
     """What adds up over micro-batches; stays on the device, so that no micro-batch waits for the CPU."""
-    names = ("lm_sum", "supervised", "balance_sum", "index_kl_sum", "index_queries", "expert_load")
-    return {"total": losses.total.detach(), **{name: getattr(losses, name) for name in names}}
+    return {name: value.detach() for name, value in losses._asdict().items()}
 
 
 def _advance(run: Run, state: State, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
@@ -408,11 +409,11 @@ def _advance(run: Run, state: State, numbers: dict[str, Any], waited: float, sta
         "seconds": seconds,
         "memory_gib": memory_gib(run.device),
         "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
-        "expert_load": _load_record(numbers["expert_load"]),
+        "expert_load": load_record(numbers["expert_load"]),
     }
 
 
-def _load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+def load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
     """Per modality that had tokens: load max/mean and entropy (nats) of every layer. ``load``: [layers, 2, experts]."""
     worst, entropy = load_statistics(load)
     present = load.sum((0, 2)) > 0

@@ -21,6 +21,7 @@ WEIGHT_DECAY = 0.1
 VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until decay begins, then its own smaller rate
 
 LAYER = r"layers\.\d+\."
+STAGE = r"mtp\.\d+\."
 BLOCK = r"vision\.blocks\.\d+\."
 
 # What LoRA can be given: a name in `lora.targets`, and the modules behind it.
@@ -58,12 +59,9 @@ def report_rules(
         raise ValueError(f"tables: must be 'sinkhorn' or 'adamw', got {tables!r}")
     rules = [
         Rule(r"(embed|head)\.weight", tables, lr_factor=tables_lr_factor),
-        *_attention_rules(config, per_head),
-        Rule(LAYER + r"ffn\.(gate|shared_experts\.w[123])\.weight", "muon", weight_decay=WEIGHT_DECAY),
-        Rule(LAYER + r"ffn\.experts\.w[123]", "muon", weight_decay=WEIGHT_DECAY),
-        Rule(LAYER + r"hc_(attn|ffn)\.fn", "muon", weight_decay=WEIGHT_DECAY),
-        Rule(LAYER + r"hc_(attn|ffn)\.(base|scale)", "adamw"),
-        Rule(rf"({LAYER}(attn|ffn)_)?norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+        *_block_rules(LAYER, config, per_head),
+        *_compression_rules(config, per_head),
+        Rule(r"norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
     ]
     if config.text.engram_layer_ids:
         rules += [
@@ -72,6 +70,30 @@ def report_rules(
             Rule(LAYER + r"engram\.[qk]_weight", "adamw", weight_decay=WEIGHT_DECAY),
         ]
     return rules + _vision_rules(config, per_head)
+
+
+def drafter_rules(
+    config: ModelConfig,
+    *,
+    per_head: bool = True,
+    tables: Literal["sinkhorn", "adamw"] = "sinkhorn",
+    tables_lr_factor: float = 1.0,
+) -> list[Rule]:
+    """The report's rules for a drafter's parameters. Our choice: the Markov head's two factors, [vocabulary, rank], are
+    trained like token embedding and head; the confidence head, a single row, like other vectors.
+    """
+    return [
+        Rule(STAGE + r"markov_head\.(embed|head)\.weight", tables, lr_factor=tables_lr_factor),
+        *_block_rules(STAGE, config, per_head),
+        Rule(STAGE + r"main_proj\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(STAGE + r"confidence_head\.proj\.weight", "adamw"),
+        Rule(STAGE + r"(main_)?norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+    ]
+
+
+def adamw_drafter_rules(config: ModelConfig) -> list[Rule]:
+    """AdamW for every parameter of a drafter, with the report's decay."""
+    return [replace(rule, method="adamw", blocks=None) for rule in drafter_rules(config)]
 
 
 def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
@@ -85,26 +107,36 @@ def adapter_rules() -> list[Rule]:
     return [Rule(r".*\.lora_(embedding_)?[AB]\..+", "adamw")]
 
 
-def _attention_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
-    text, attn = config.text, LAYER + r"attn\."
+def _block_rules(block: str, config: ModelConfig, per_head: bool) -> list[Rule]:
+    """What every block has, of the backbone or a drafter."""
+    text, attn = config.text, block + r"attn\."
     heads = ((text.num_attention_heads, text.head_dim),) if per_head else None
-    index_heads = ((text.index_n_heads, text.index_head_dim),) if per_head else None
     groups = ((text.o_groups, text.o_lora_rank),)
-    rules = [
+    return [
         Rule(attn + r"(wq_a|wkv|wo_b)\.weight", "muon", weight_decay=WEIGHT_DECAY),
         Rule(attn + r"wq_b\.weight", "muon", blocks=heads, weight_decay=WEIGHT_DECAY),
         Rule(attn + r"wo_a\.weight", "muon", blocks=groups, weight_decay=WEIGHT_DECAY),
         Rule(attn + r"(q|kv)_norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
         Rule(attn + r"attn_sink", "adamw"),
+        Rule(block + r"ffn\.(gate|shared_experts\.w[123])\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(block + r"ffn\.experts\.w[123]", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(block + r"hc_(attn|ffn)\.fn", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(block + r"hc_(attn|ffn)\.(base|scale)", "adamw"),
+        Rule(block + r"(attn|ffn)_norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
     ]
-    if text.kv_source_layer_ids:  # every kv source is an index source too
-        rules += [
-            Rule(attn + r"compressor\.(wkv|wgate)\.weight", "muon", weight_decay=WEIGHT_DECAY),
-            Rule(attn + r"indexer\.(weights_proj|wk)\.weight", "muon", weight_decay=WEIGHT_DECAY),
-            Rule(attn + r"indexer\.wq_b\.weight", "muon", blocks=index_heads, weight_decay=WEIGHT_DECAY),
-            Rule(attn + r"(compressor\.norm|indexer\.k_norm)\.weight", "adamw", weight_decay=WEIGHT_DECAY),
-        ]
-    return rules
+
+
+def _compression_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
+    text, attn = config.text, LAYER + r"attn\."
+    if not text.kv_source_layer_ids:  # every kv source is an index source too
+        return []
+    index_heads = ((text.index_n_heads, text.index_head_dim),) if per_head else None
+    return [
+        Rule(attn + r"compressor\.(wkv|wgate)\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"indexer\.(weights_proj|wk)\.weight", "muon", weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"indexer\.wq_b\.weight", "muon", blocks=index_heads, weight_decay=WEIGHT_DECAY),
+        Rule(attn + r"(compressor\.norm|indexer\.k_norm)\.weight", "adamw", weight_decay=WEIGHT_DECAY),
+    ]
 
 
 def _vision_rules(config: ModelConfig, per_head: bool) -> list[Rule]:

@@ -92,7 +92,8 @@ def only_process_in(directory: Path) -> Iterator[None]:
 
 def begin(run: Run) -> State:
     """The state before the first step; the weights are those of ``init_from``, if that is set."""
-    if run.config.init_from is not None and not run.config.lora.on:  # with an adapter `build` has loaded them
+    built_on = run.config.lora.on or run.config.dspark is not None  # then `build` has loaded them
+    if run.config.init_from is not None and not built_on:
         run.notes.append(f"weights: {load_origin(run.model, run.config.init_from)}")
     return State()
 
@@ -145,12 +146,13 @@ def report_files(run: Run, report: Reporter) -> None:
     if run.config.checkpoint.export:
         files = tokenizer_files(run.config.data, run.tokenizer)
         save_pretrained(
-            run.model,
+            run.backbone,
             directory / "export",
             run.tokenizer,
             format=run.config.checkpoint.export,
             companions=files,
             ranks=storage.ranks(),
+            drafter=run.model if run.config.dspark is not None else None,
         )
         report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from model import ModelConfig, load_weights, open_folder
-from model.checkpoint.released import Source
+from model.checkpoint.released import Source, read_headers
 from train.checkpoint import run_state
 
 
@@ -48,8 +48,8 @@ def find_origin(name: str) -> Origin:
     elif newest or (folder / "state.json").is_file():
         folder = newest or folder
         run = folder.resolve().parent.parent
-        if _has_adapter(run):
-            raise ValueError(f"{folder} holds an adapter alone; name the export of its run, {run / 'export'}")
+        if part := _part_alone(run):
+            raise ValueError(f"{folder} holds {part} alone; name the export of its run, {run / 'export'}")
         model, tokenizer = run_state.model_config(folder), run / "tokenizer.json"
     else:
         what = "holds neither config.json nor state.json" if folder.is_dir() else "is no folder"
@@ -76,6 +76,11 @@ def load_origin(model: torch.nn.Module, name: str) -> Path:
     return folder
 
 
+def holds_drafter(folder: Path) -> bool:
+    """Whether a folder that ``load_origin`` has read holds a drafter's weights too."""
+    return _is_released(folder) and any(name.startswith("mtp.") for name in read_headers(folder))
+
+
 @contextmanager
 def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
     """Its tensors under their released names, in the order of the model, read a few rows at a time.
@@ -87,11 +92,13 @@ def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
         yield tensors
 
 
-def _has_adapter(run: Path) -> bool:
-    """Whether a run directory's checkpoints hold an adapter without the weights that it belongs to."""
+def _part_alone(run: Path) -> str | None:
+    """What a run directory's checkpoints hold without the weights that it belongs to, if they do."""
     path = run / "config.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return bool(settings.get("lora", {}).get("targets"))
+    if settings.get("dspark"):
+        return "a drafter"
+    return "an adapter" if settings.get("lora", {}).get("targets") else None
 
 
 def _is_released(folder: Path) -> bool:

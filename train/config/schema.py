@@ -26,6 +26,7 @@ from data import DataConfig
 from model import ModelConfig, Runtime, TextConfig
 from optim import Schedule, Settings
 from train.checkpoint.init_from import find_origin
+from train.config.dspark import DsparkConfig, with_drafter
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
 from train.errors import InputError
@@ -43,7 +44,9 @@ class TaskConfig:
     rows of a pass (see ``share``).
     """
 
-    kind: Literal["pretrain", "sft", "rl", "distill", "plan"]  # plan: compute what the rest of this configuration costs
+    kind: Literal[
+        "pretrain", "sft", "rl", "distill", "dspark", "plan"
+    ]  # plan: compute what the rest of this configuration costs
     tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: PositiveInt  # rows in one forward pass of a process, at most
@@ -143,6 +146,7 @@ class Config:
     parallel: ParallelConfig
     logger: LoggerConfig
     rl: RlConfig | None  # task=rl and task=distill only
+    dspark: DsparkConfig | None  # task=dspark only
     init_from: str | None  # begin with the weights of this checkpoint, and take its model and its tokenizer
 
     @property
@@ -272,7 +276,14 @@ def _with_origin(raw: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
             rule, remedy = "the tokenizer of init_from is used, no other fits its weights", "Leave data.tokenizer out"
             raise ConfigError([problem("data.tokenizer", data["tokenizer"], rule, remedy)])
         data["tokenizer"] = str(origin.tokenizer)
-    return {**tree, "model": origin.model}
+    model, section = origin.model, tree.get("dspark")
+    drafter = section.get("drafter") if isinstance(section, dict) else None
+    if isinstance(drafter, dict):
+        try:
+            model = with_drafter(model, drafter)
+        except ValueError as error:
+            raise ConfigError([problem("dspark.drafter", drafter, str(error), "Correct it")]) from None
+    return {**tree, "model": model}
 
 
 def _parse_small(tree: dict[str, Any], whole: type[Conversion] | type[Merger]) -> Conversion | Merger:
@@ -395,10 +406,11 @@ def _cross_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.task.kind == "sft" and config.data.source != "chat":
         rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
         yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
-    if config.task.kind in ("sft", "rl", "distill") and config.init_from is None:
+    if config.task.kind in ("sft", "rl", "distill", "dspark") and config.init_from is None:
         rule = f"task={config.task.kind} starts from a checkpoint"
         yield {"init_from"}, problem("init_from", None, rule, "Name its folder or a run directory: init_from=...")
     yield from _rl_checks(config)
+    yield from _dspark_checks(config)
     yield from _parallel_checks(config.parallel, config.task)
 
 
@@ -447,6 +459,26 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.rl.rollout is not None and config.lora.on:
         rule, remedy = "servers are given whole weights, not an adapter", "Use rollout=local, or leave lora out"
         yield {"lora.targets", "rl"}, problem("lora.targets", config.lora.targets, rule, remedy)
+
+
+def _dspark_checks(config: Config) -> Iterator[tuple[set[str], str]]:
+    drafts = config.task.kind == "dspark"
+    if (config.dspark is None) == drafts:
+        rule = "is what task=dspark needs" if drafts else f"has no effect with task={config.task.kind}"
+        yield (
+            {"dspark", "task.kind"},
+            problem("dspark", None if drafts else "...", rule, "Use task=dspark, or leave it out"),
+        )
+    if config.dspark is None:
+        return
+    for text in config.dspark.problems(config.model, config.parallel.expert_parallel) if config.init_from else ():
+        yield {"dspark", "model", "parallel.expert_parallel"}, text
+    if config.lora.on:
+        rule = "the backbone of a drafter is not trained"
+        yield {"lora.targets"}, problem("lora.targets", config.lora.targets, rule, "Leave lora out")
+    if config.task.sample_tokens:
+        rule = "has no effect with task=dspark, which trains no model that continues a text"
+        yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, "Leave it out")
 
 
 def _model_checks(config: Config) -> Iterator[tuple[set[str], str]]:

@@ -1,0 +1,40 @@
+"""Where a drafter's training blocks begin: random places of every row, fixed by the seed and the row's number."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from train.loop import Batch
+
+FIRST = 2  # position in a document: the released inference drafts behind two processed tokens at least
+TRAINED, HELD_OUT = 0, 1
+
+
+def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int, split: int = TRAINED) -> Batch:
+    """The batch with ``anchors`` int64 [B, A], ascending in each row, -1 behind the last. Its rows have the numbers
+    ``first_row``, ... in their ``split``; a row is drawn the same whatever batch or process it is in.
+    """
+    rows = []
+    for number, (labels, lengths) in enumerate(zip(batch["labels"].cpu(), batch["seq_lens"].tolist(), strict=True)):
+        places = candidates(labels.numpy(), lengths)
+        count = -(-len(places) // tokens_per_anchor)
+        random = np.random.default_rng((seed, split, first_row + number))
+        rows.append(np.sort(random.choice(places, count, replace=False)))
+    anchors = np.full((len(rows), max(1, *map(len, rows))), -1, np.int64)
+    for row, places in zip(anchors, rows, strict=True):
+        row[: len(places)] = places
+    return {**batch, "anchors": torch.from_numpy(anchors)}
+
+
+def candidates(labels: np.ndarray, lengths: list[int]) -> np.ndarray:
+    """Places int64 of a row whose own token and the next are supervised, in one document: ``labels`` [S] (not shifted,
+    -100: not supervised), ``lengths`` of its documents.
+    """
+    taught = np.flatnonzero((labels[:-1] >= 0) & (labels[1:] >= 0))
+    ends = np.cumsum(lengths)
+    document = np.searchsorted(ends, taught, side="right")
+    inside = document < len(lengths)
+    taught, document = taught[inside], document[inside]
+    start = ends[document] - np.asarray(lengths)[document]
+    return taught[(taught - start >= FIRST) & (taught + 1 < ends[document])]

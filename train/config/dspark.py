@@ -1,0 +1,66 @@
+"""The ``dspark`` section of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from model import DraftObjective, ModelConfig
+from model.config import drafter_problems
+from train.config.strict import STRICT
+
+# The keys of model.text_config that describe a drafter.
+SHAPE = (
+    "num_nextn_predict_layers",
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+    "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok",
+)
+
+
+@dataclass(config=STRICT, frozen=True)
+class DsparkConfig:
+    """Which drafter is trained, and on what."""
+
+    # A new drafter, by keys of model.text_config (SHAPE); null: the one that init_from holds is trained on, or, if it
+    # holds none, a new one of the shape that its config.json names.
+    drafter: dict[str, Any] | None
+    tokens_per_anchor: PositiveInt  # drafts begin at one of so many supervised places, drawn anew for every row
+    ce: NonNegativeFloat  # weight of the cross-entropy of the true tokens
+    l1: NonNegativeFloat  # weight of the distance from the backbone's distribution
+    confidence: NonNegativeFloat  # weight of the confidence's error
+    detach_confidence: bool  # the confidence's error trains its head only
+
+    @property
+    def objective(self) -> DraftObjective:
+        return DraftObjective(self.ce, self.l1, self.confidence, self.detach_confidence)
+
+    def problems(self, model: Mapping[str, Any], expert_parallel: int) -> Iterator[str]:
+        """What is wrong with these settings for a model, as lines for a ``ConfigError``."""
+        try:
+            text = ModelConfig.from_dict(dict(model)).text
+        except ValueError:  # told elsewhere
+            return
+        for line in drafter_problems(text):
+            yield f"model.text_config.{line}. Describe a drafter: dspark.drafter={{num_nextn_predict_layers: 3, ...}}"
+        if text.dspark_n_routed_experts % expert_parallel:
+            rule = f"must divide dspark_n_routed_experts = {text.dspark_n_routed_experts}"
+            yield f"parallel.expert_parallel = {expert_parallel}: {rule}. Choose a divisor"
+        if not (self.ce or self.l1):
+            yield "dspark.ce = 0.0: nothing teaches the drafts if dspark.l1 is 0 too. Raise one of them"
+
+
+def with_drafter(model: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[str, Any]:
+    """A model in the released JSON shape with another drafter. Raises ValueError that names unknown keys."""
+    if unknown := sorted(set(drafter) - set(SHAPE)):
+        raise ValueError(f"no such key: {', '.join(unknown)}; known are {', '.join(SHAPE)}")
+    text = {**model["text_config"], **drafter}
+    layers, stages = text["num_hidden_layers"], text.get("num_nextn_predict_layers", 0)
+    text["compress_ratios"] = [*text["compress_ratios"][:layers], *[0] * stages]  # drafter layers see a window only
+    return {**model, "text_config": text}

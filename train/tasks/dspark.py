@@ -1,0 +1,99 @@
+"""``task=dspark``: train a drafter for a backbone that stays as it is.
+
+A step is ``train.loop.train_step`` on the drafter: the backbone passes once over a batch, without gradients, for all
+its anchors (``train/anchors.py``). Checkpoints hold the drafter alone; the export holds both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from train.anchors import with_anchors
+from train.build import Run, build
+from train.checkpoint.run_state import State
+from train.config.schema import Config
+from train.errors import given
+from train.evaluation.drafter import evaluate, loss_of, measures
+from train.logging.drafter import DrafterReporter
+from train.logging.log import Reporter, memory_gib
+from train.loop import repeat, resume, save, to_device, train_step
+from train.run import begin, opened, report_files, reported
+
+
+def run(config: Config) -> None:
+    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+
+    Raises:
+        InputError, DataError, OSError: what was given cannot be used.
+        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+    """
+    with opened(config) as (world, folder, changes):
+        with given():
+            objects = build(config, world)
+            state = resume(objects, folder) if folder else begin(objects)
+        with reported(objects, state, folder, changes, DrafterReporter) as report:
+            train(objects, state, report)
+            _summarise(objects, state, report)
+
+
+def train(run: Run, state: State, report: Reporter) -> None:
+    """Train on ``run.train_batches`` to the end of the run, see ``train.loop.repeat``."""
+    batches = iter(run.train_batches)
+
+    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        if run.world.any(stopped()):
+            return None
+        started = time.perf_counter()
+        read = [next(batches) for _ in range(run.passes)]
+        waited = time.perf_counter() - started
+        return step(run, state, read, waited, started)
+
+    repeat(run, state, report, next_step, partial(evaluate, run), partial(save, run))
+
+
+def step(run: Run, state: State, read: list, waited: float, started: float) -> dict[str, Any]:
+    """One step on this process's micro-batches; moves the counters and returns the step's record."""
+    settings, world = run.config.dspark, run.world
+    rows = run.config.task.share(world.size)[0]
+    first = state.step * rows * world.size * run.passes + world.rank * rows
+    micro_batches = [
+        to_device(
+            with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor), run.device
+        )
+        for n, batch in enumerate(read)
+    ]
+    losses_of = lambda batch, totals: run.model.losses(**batch, totals=totals, objective=settings.objective)  # noqa: E731
+    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
+    real = int(numbers["real"])
+    seconds = time.perf_counter() - started
+    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
+    found = measures(numbers)
+    return {
+        "step": state.step,
+        "tokens": state.tokens,
+        "loss": loss_of(found, settings.objective),
+        **found,
+        "grad_norm": float(numbers["grad_norm"]),
+        "lr": numbers["lr"],
+        "tokens_per_second": real / seconds,
+        "data_wait": waited / seconds,
+        "seconds": seconds,
+        "memory_gib": memory_gib(run.device),
+    }
+
+
+def _summarise(run: Run, state: State, report: Reporter) -> None:
+    """The closing lines: what was reached, where everything lies."""
+    first, last = state.first_valid, state.last_valid
+    assert first is not None and last is not None
+    report.stop_bar()
+    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    alpha = ", ".join(f"{value:.3f}" if value is not None else "-" for value in last["alpha"])
+    report.log(
+        f"expected accepted length on held-out rows: first {first['tau']:.3f} final {last['tau']:.3f} tokens a block; "
+        f"acceptance by slot {alpha}; calibration error {last['ece']:.3f}"
+    )
+    report_files(run, report)
