@@ -41,7 +41,8 @@ python -m train --help                                          # tasks, groups 
 A misspelt key or a wrong value is refused before anything is built, with every problem in one message. If you lower
 `task.tokens` of an experiment, lower `optim.schedule.constant_until_tokens` too: the learning rate decays between them.
 
-The column *default* shows what `task=pretrain` gives without an experiment; in the section `rl`, what `task=rl` gives.
+The column *default* shows what `task=pretrain` gives without an experiment; in the sections
+`rl` and `dspark`, what `task=rl` and `task=dspark` give.
 Other tasks and presets set other values: see [presets](#presets).
 """
 # Words that read better than the name of a type.
@@ -61,7 +62,7 @@ GROUP_ORDER = ("task", "experiment", "model", "optim", "data", "lora", "parallel
 def page() -> str:
     """The whole page."""
     plain, learning = _composed("task=pretrain"), _composed("task=rl", "rollout=sglang")
-    values = {**plain, "rl": learning["rl"]}
+    values = {**plain, "rl": learning["rl"], "dspark": _composed("task=dspark")["dspark"]}
     text = [HEAD]
     for title, cls, value in _sections(Config, "", values):
         text.append(_section(title, cls, value))
