@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
+from typing import Any
 
 from PIL import Image
 
 from data.document import Document, Picture, Position, Reading, hash_share
-from data.errors import Policy
+from data.errors import DataError, Policy
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+FILE = "scikit-learn digits"  # what a document names as its file
 LARGEST = 16  # pixel values run from 0 to 16
 
 
@@ -24,9 +26,7 @@ class DigitSource:
         return f"digits {self.split} {self.share}"
 
     def read(self, policy: Policy, position: Position = None) -> Reading:
-        from sklearn.datasets import load_digits  # slow to import, and only this source needs it
-
-        digits = load_digits()
+        digits = _load()
         for index in range(position or 0, len(digits.images)):
             pixels = (digits.images[index] * (255 / LARGEST)).astype("uint8")
             key = hashlib.blake2b(pixels.tobytes(), digest_size=16).hexdigest()
@@ -34,4 +34,13 @@ class DigitSource:
                 continue
             picture = Picture(key, partial(Image.fromarray, pixels), pixels.shape[1], pixels.shape[0])
             parts = (picture, NAMES[digits.target[index]])
-            yield Document(parts, "scikit-learn digits", index + 1), partial(int, index + 1)
+            yield Document(parts, FILE, index + 1), partial(int, index + 1)
+
+
+def _load() -> Any:
+    try:
+        from sklearn.datasets import load_digits  # slow to import, and only this source needs it
+    except ModuleNotFoundError:
+        remedy = "install scikit-learn, or this project with its extra `digits`"
+        raise DataError(FILE, 0, "scikit-learn is not installed", remedy) from None
+    return load_digits()

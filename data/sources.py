@@ -216,7 +216,7 @@ class HubDataset:
         row = position["row"] if position else 0
         dataset = self.dataset
         if self.streaming:
-            dataset = copy.deepcopy(dataset)  # its position is part of it, and passes must not share one
+            dataset = _own_position(dataset)
             if position:
                 dataset.load_state_dict(position["state"])
         elif row >= len(dataset):
@@ -242,6 +242,17 @@ class HubDataset:
 
     def _position(self, dataset: Any, row: int) -> dict[str, Any]:
         return {"row": row, "state": dataset.state_dict()} if self.streaming else {"row": row}
+
+
+def _own_position(dataset: Any) -> Any:
+    """A copy of a streaming data set, whose position is part of it: passes must not share one.
+
+    The library's cache of file systems, which is part of it too, stays shared: to copy it opens file systems anew, once
+    in every thread, and so changes the cache while it is being copied.
+    """
+    from huggingface_hub import HfFileSystem
+
+    return copy.deepcopy(dataset, {id(HfFileSystem._cache): HfFileSystem._cache})
 
 
 class HashSplit:

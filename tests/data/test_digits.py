@@ -1,7 +1,9 @@
+import sys
+
 import pytest
 import torch
 
-from data import DataConfig, build_loaders, special_ids
+from data import DataConfig, DataError, build_loaders, special_ids
 from data.digits import NAMES, DigitSource
 from data.errors import Policy
 
@@ -24,6 +26,12 @@ def test_digits_are_split_without_overlap_and_keep_their_names():
         assert document.text == NAMES[data.target[document.line - 1]]
         image = document.parts[0].open()
         assert image.size == (8, 8) and image.getextrema()[1] == 255 * int(data.images[document.line - 1].max()) // 16
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="scikit-learn is not installed: install scikit-learn"):
+        digits("train")
 
 
 @pytest.fixture(scope="module")

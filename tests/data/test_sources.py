@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data import DataConfig, DataError
+from data import DataConfig, DataError, build_loaders
 from data.errors import Policy
 from data.files import find_files
 from data.open import open_sources
@@ -186,6 +186,19 @@ def test_a_local_dataset_folder_reads_and_resumes_exactly(dataset_folder, stream
         for a, _ in zip(train.read(Policy("stop")), train.read(Policy("stop"), positions[2]), strict=False)
     ]
     assert texts(train, position=later[9]) == expected[10:]
+
+
+def test_a_streamed_dataset_trains_for_several_epochs(dataset_folder, tokenizer, tmp_path, monkeypatch):
+    # The loader reads a stream in a thread of its own, where the library opens its file systems anew.
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    cfg = DataConfig(source="hub", paths=[dataset_folder], streaming=True, validation_rows=1, validation_share=0.2)
+    cfg.window_tokens = 100
+    loader, _ = build_loaders(cfg, tokenizer, seq_len=16, batch_size=2)
+    while loader.epoch < 3:
+        batch = next(loader)
+    state, following = loader.state_dict(), next(loader)
+    loader.load_state_dict(state)
+    assert (batch["labels"] >= 0).any() and (next(loader)["input_ids"] == following["input_ids"]).all()
 
 
 def test_equal_records_fall_on_one_side_and_none_is_lost(tmp_path):
