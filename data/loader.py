@@ -24,7 +24,7 @@ import torch
 from data.document import Picture, Position, Reading, Source
 from data.errors import DataError, Policy
 from data.images import TEXT, VisionSettings, preprocess
-from data.packing import Rows, pack
+from data.packing import PackedRows, pack_rows
 from data.tokenizer import SpecialIds
 from data.tokens import Encoded, Encoder, TokenStore, collect
 
@@ -61,7 +61,7 @@ class Stats:
         self.bytes += store.num_bytes
         self.skipped, self.repaired = dict(store.skipped), dict(store.repaired)
 
-    def add_rows(self, rows: Rows, seq_len: int) -> None:
+    def add_rows(self, rows: PackedRows, seq_len: int) -> None:
         self.rows += len(rows)
         self.positions += len(rows) * seq_len
         self.padding += len(rows) * seq_len - int(rows.length.sum())
@@ -81,7 +81,7 @@ class Window:
     """Packed rows over a store, and where the next window begins (None: the epoch ends here)."""
 
     store: TokenStore
-    rows: Rows
+    rows: PackedRows
     after: Position
 
 
@@ -118,9 +118,9 @@ class StoredWindows:
         reach = self.window_tokens + (int(self._ends[start - 1]) if start else 0)
         end = int(np.searchsorted(self._ends, reach)) + 1
         documents = self._order[start:end]
-        rows = pack(self.store.lengths[documents], self.seq_len)
+        rows = pack_rows(self.store.lengths[documents], self.seq_len)
         self.stats.add_rows(rows, self.seq_len)
-        rows = Rows(documents[rows.document], rows.start, rows.length, rows.offsets)
+        rows = PackedRows(documents[rows.document], rows.start, rows.length, rows.offsets)
         return Window(self.store, _shuffled(rows, self.seed, epoch, number), None if end >= len(self.store) else end)
 
 
@@ -146,7 +146,7 @@ class StreamedWindows:
                 total += len(item.ids)
         self._reached = after if total >= self.window_tokens else None
         store = collect(encoded, self.policy)
-        rows = pack(store.lengths, self.encoder.seq_len)
+        rows = pack_rows(store.lengths, self.encoder.seq_len)
         self.stats.add_store(store)
         self.stats.add_rows(rows, self.encoder.seq_len)
         return Window(store, _shuffled(rows, self.seed, epoch, number), self._reached)
@@ -154,10 +154,10 @@ class StreamedWindows:
 
 def whole(store: TokenStore, seq_len: int) -> Window:
     """A store as one window, its rows in the order of packing."""
-    return Window(store, pack(store.lengths, seq_len), None)
+    return Window(store, pack_rows(store.lengths, seq_len), None)
 
 
-def _shuffled(rows: Rows, seed: int | None, epoch: int, number: int) -> Rows:
+def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int) -> PackedRows:
     return rows if seed is None else rows.reordered(random_stream(seed, epoch, number).permutation(len(rows)))
 
 

@@ -1,9 +1,10 @@
 """Best-fit packing: which piece of which document goes into which row. Works on lengths alone.
 
-Documents stand in a row one directly after another, whatever their lengths. A document that fits a row is never cut. A
-longer one is cut into whole rows and a remainder, and lends whole rows to gaps that best fit leaves open: it is cut
-anyway, and a row spread over the gaps is a row of padding less. Nothing is dropped and nothing repeated. The first
-token of a piece that continues a document has no predecessor in its row, so that it is no target there.
+Documents follow each other in a row without a gap. A document that fits into a row is never cut. A longer document is
+cut into full rows and a remainder, and the remainder is packed like a short document. Best fit leaves gaps at the ends
+of rows; to fill them, full rows of long documents are spread over the gaps: such a document is cut anyway, and each row
+spread saves one row of padding. No token is dropped or repeated. The first token of a piece that continues a document
+cannot be a target, because its predecessor is in another row.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_PIECE = 16  # a gap of fewer tokens is left as padding: a cut so short teaches nothing and costs a target
+MIN_PIECE = 16  # smaller gaps stay padding: every cut costs a target, and so short a piece trains little
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Packed rows. Piece p is `length[p]` tokens of document `document[p]` from `start[p]` on (all int64 [pieces]);
-    row r holds the pieces `offsets[r]:offsets[r + 1]` in that order (int64 [rows + 1])."""
+class PackedRows:
+    """Rows of pieces of documents.
+
+    Piece p is the `length[p]` tokens of document `document[p]` that begin at its token `start[p]` (all int64 [pieces]).
+    Row r holds the pieces `offsets[r]` to `offsets[r + 1]`, in that order (int64 [rows + 1]).
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -29,42 +33,42 @@ class Rows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def reordered(self, order: np.ndarray) -> Rows:
-        """The rows `order` (any selection and order of row numbers) as a new set."""
+    def reordered(self, order: np.ndarray) -> PackedRows:
+        """The rows whose numbers are in `order` (any selection, in any order), as a new set."""
         counts = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         pieces = np.repeat(self.offsets[:-1][order] - offsets[:-1], counts) + np.arange(offsets[-1])
-        return Rows(self.document[pieces], self.start[pieces], self.length[pieces], offsets)
+        return PackedRows(self.document[pieces], self.start[pieces], self.length[pieces], offsets)
 
 
-def pack(lengths: np.ndarray, seq_len: int) -> Rows:
+def pack_rows(lengths: np.ndarray, seq_len: int) -> PackedRows:
     """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens.
 
-    Deterministic; the rules are in the module's description.
+    Deterministic; the module's docstring has the rules. Takes near-linear time in the number of documents and rows.
     """
-    chunks, remainders = np.divmod(lengths, seq_len)
-    bins = _best_fit_decreasing(remainders, chunks * seq_len, seq_len)
-    whole = [(doc, chunk * seq_len) for doc in np.flatnonzero(chunks).tolist() for chunk in range(int(chunks[doc]))]
-    long_documents = lengths > seq_len  # a document of exactly one row is whole: it lends nothing
-    donors = [(doc, start) for doc, start in whole if long_documents[doc]]
-    used = _fill_gaps(bins, donors, seq_len)
+    full_rows, remainders = np.divmod(lengths, seq_len)
+    bins = _best_fit_decreasing(remainders, full_rows * seq_len, seq_len)
+    full = [(doc, row * seq_len) for doc in np.flatnonzero(full_rows).tolist() for row in range(int(full_rows[doc]))]
+    cut = lengths > seq_len  # a document of exactly one row is not cut, so it is not spread over gaps either
+    spread = _fill_gaps(bins, [(doc, start) for doc, start in full if cut[doc]], seq_len)
     rows = [b.pieces for b in bins]
-    rows += [[(doc, start, seq_len)] for doc, start in whole if (doc, start) not in used]
+    rows += [[(doc, start, seq_len)] for doc, start in full if (doc, start) not in spread]
     pieces = np.array([p for row in rows for p in row], dtype=np.int64).reshape(-1, 3)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    return Rows(pieces[:, 0], pieces[:, 1], pieces[:, 2], offsets)
+    return PackedRows(pieces[:, 0], pieces[:, 1], pieces[:, 2], offsets)
 
 
 @dataclass
 class _Bin:
-    """A row being filled: its pieces (document, start, length) and the tokens still free."""
+    """A row being filled: its pieces (document, start, length) and the number of tokens still free."""
 
     pieces: list[tuple[int, int, int]]
     free: int
 
 
 def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int) -> list[_Bin]:
-    """Longest item first, each into the fullest row that takes it. Item i is sizes[i] tokens from starts[i] on."""
+    """Pack items, longest first, each into the fullest row that has room for it. Item i is `sizes[i]` tokens of
+    document i from `starts[i]` on."""
     bins: list[_Bin] = []
     by_free: list[list[_Bin]] = [[] for _ in range(seq_len + 1)]
     occupied = np.zeros(seq_len + 1, dtype=bool)  # occupied[f]: some row has exactly f free tokens
@@ -86,25 +90,27 @@ def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int) ->
     return bins
 
 
-def _fill_gaps(bins: list[_Bin], donors: list[tuple[int, int]], seq_len: int) -> set[tuple[int, int]]:
-    """Spread whole-row donors over the widest gaps while the gaps hold at least a row; returns the donors used up."""
+def _fill_gaps(bins: list[_Bin], full_rows: list[tuple[int, int]], seq_len: int) -> set[tuple[int, int]]:
+    """Spread full rows, given as (document, start), over the gaps, widest gap first, as long as the gaps together hold
+    at least a row. Returns the rows that were spread."""
     gaps = [(-b.free, index) for index, b in enumerate(bins) if b.free >= MIN_PIECE]
     heapq.heapify(gaps)
-    room = -sum(free for free, _ in gaps)
-    used = set()
-    for document, start in donors:
+    room = -sum(free for free, _ in gaps)  # tokens of all gaps on the heap
+    spread = set()
+    for document, start in full_rows:
         if room < seq_len:
             break
-        used.add((document, start))
+        spread.add((document, start))
         end = start + seq_len
         while start < end:
-            index = heapq.heappop(gaps)[1]
+            free, index = heapq.heappop(gaps)
             target = bins[index]
             size = min(target.free, end - start)
             target.pieces.append((document, start, size))
             target.free -= size
             start += size
+            room += free
             if target.free >= MIN_PIECE:
                 heapq.heappush(gaps, (-target.free, index))
-        room = -sum(free for free, _ in gaps)
-    return used
+                room += target.free
+    return spread

@@ -1,7 +1,9 @@
+import heapq
+
 import numpy as np
 import pytest
 
-from data.packing import MIN_PIECE, pack
+from data.packing import MIN_PIECE, pack_rows
 
 
 def covered(rows, lengths):
@@ -29,7 +31,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_every_token_is_packed_once_and_rows_hold_at_most_seq_len(name):
     lengths = DISTRIBUTIONS[name](np.random.default_rng(0))
-    rows = pack(lengths, 128)
+    rows = pack_rows(lengths, 128)
     assert covered(rows, lengths)
     assert row_sizes(rows).max() <= 128
     short = np.flatnonzero(lengths <= 128)
@@ -38,40 +40,40 @@ def test_every_token_is_packed_once_and_rows_hold_at_most_seq_len(name):
 
 def test_best_fit_decreasing_takes_the_fullest_row_that_fits():
     # Longest first: 60, 50 open two rows of 100; 40 goes to the 60 (room 40 rather than 50), 35 to the 50, 15 after it.
-    rows = pack(np.array([15, 40, 60, 35, 50]), 100)
+    rows = pack_rows(np.array([15, 40, 60, 35, 50]), 100)
     groups = [set(rows.document[a:b].tolist()) for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]
     assert sorted(map(sorted, groups)) == [[0, 3, 4], [1, 2]]
 
 
 def test_gaps_are_filled_from_documents_that_are_cut_anyway():
     fits = np.full(10, 60)  # ten rows with a gap of 40 each
-    rows = pack(np.concatenate([fits, [1000]]), 100)
+    rows = pack_rows(np.concatenate([fits, [1000]]), 100)
     assert covered(rows, [*fits, 1000])
     assert len(rows) == 16  # 1,600 tokens: no padding at all; without filling there are 20 rows
-    alone = pack(fits, 100)
+    alone = pack_rows(fits, 100)
     assert len(alone) == 10 and (row_sizes(alone) == 60).all()  # nobody to fill them: documents that fit stay whole
 
 
 def test_a_document_of_exactly_one_row_is_not_cut():
-    rows = pack(np.array([100] * 5 + [60] * 5), 100)
+    rows = pack_rows(np.array([100] * 5 + [60] * 5), 100)
     assert (np.bincount(rows.document) == 1).all()
 
 
 def test_no_crumbs_are_cut():
     lengths = np.concatenate([np.full(200, 100 - MIN_PIECE + 1), [1000]])
-    rows = pack(lengths, 100)
+    rows = pack_rows(lengths, 100)
     assert set(rows.length[rows.document == 200].tolist()) == {100}
 
 
 def test_padding_is_near_the_least_possible_on_long_tailed_lengths():
     lengths = DISTRIBUTIONS["mixed"](np.random.default_rng(1))
-    rows = pack(lengths, 512)
+    rows = pack_rows(lengths, 512)
     assert len(rows) <= -(-lengths.sum() // 512) + 1
 
 
 def test_packing_is_deterministic_and_row_selection_keeps_rows_whole():
     lengths = DISTRIBUTIONS["mixed"](np.random.default_rng(2))
-    one, two = pack(lengths, 256), pack(lengths, 256)
+    one, two = pack_rows(lengths, 256), pack_rows(lengths, 256)
     assert all(np.array_equal(getattr(one, f), getattr(two, f)) for f in ("document", "start", "length", "offsets"))
     order = np.random.default_rng(3).permutation(len(one))[:40]
     chosen = one.reordered(order)
@@ -81,8 +83,49 @@ def test_packing_is_deterministic_and_row_selection_keeps_rows_whole():
             assert np.array_equal(getattr(chosen, name)[a], getattr(one, name)[b])
 
 
+def fill_gaps_summing_anew(bins, full_rows, seq_len):
+    """What `_fill_gaps` does, with the room left summed over all gaps for every row: quadratic, and plainly right."""
+    gaps = [(-b.free, index) for index, b in enumerate(bins) if b.free >= MIN_PIECE]
+    heapq.heapify(gaps)
+    spread = set()
+    for document, start in full_rows:
+        if -sum(free for free, _ in gaps) < seq_len:
+            break
+        spread.add((document, start))
+        end = start + seq_len
+        while start < end:
+            target = bins[index := heapq.heappop(gaps)[1]]
+            size = min(target.free, end - start)
+            target.pieces.append((document, start, size))
+            target.free -= size
+            start += size
+            if target.free >= MIN_PIECE:
+                heapq.heappush(gaps, (-target.free, index))
+    return spread
+
+
+def test_the_room_that_is_kept_by_subtraction_is_the_sum_of_the_gaps(monkeypatch):
+    generator = np.random.default_rng(4)
+    filled = 0
+    for trial in range(60):
+        seq_len = int(generator.integers(MIN_PIECE + 1, 200))
+        count = int(generator.integers(1, 400))
+        short = generator.integers(seq_len // 2 + 1, seq_len + 1, count)  # one to a row, so that gaps are left
+        any_length = generator.integers(1, 5 * seq_len, count)
+        lengths = np.where(generator.random(count) < 0.7, short, any_length)
+        found = pack_rows(lengths, seq_len)
+        with monkeypatch.context() as patch:
+            patch.setattr("data.packing._fill_gaps", fill_gaps_summing_anew)
+            expected = pack_rows(lengths, seq_len)
+            patch.setattr("data.packing._fill_gaps", lambda *_: set())
+            filled += len(pack_rows(lengths, seq_len)) > len(expected)
+        for name in ("document", "start", "length", "offsets"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name)), (trial, name)
+    assert filled > 40, "the inputs have gaps to fill"
+
+
 def test_nothing_packs_to_nothing():
-    rows = pack(np.zeros(0, np.int64), 128)
+    rows = pack_rows(np.zeros(0, np.int64), 128)
     assert len(rows) == 0 and len(rows.reordered(np.zeros(0, np.int64))) == 0
 
 

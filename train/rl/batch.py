@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import pack
+from data.packing import pack_rows
 from model.generate import Sample
 from train.rl.collect import Response, Subgroup
 from train.rl.effort import LengthTerm, centre
@@ -76,7 +76,7 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
     }
     if not pieces:
         return [], counts
-    rows = pack(np.array([len(piece["labels"]) for piece in pieces]), shape.seq_len)
+    rows = pack_rows(np.array([len(piece["labels"]) for piece in pieces]), shape.seq_len)
     lines = [
         [pieces[document] for document in rows.document[rows.offsets[row] : rows.offsets[row + 1]]]
         for row in range(len(rows))
