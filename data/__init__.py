@@ -9,7 +9,8 @@ file imports only from those before it:
     tokens                      documents to token ids, in memory or in the cache
     sources, chat, digits       readers: text, JSONL, Parquet, data sets; conversations (a package); an image set
     open                        settings to sources, and what of them is held out
-    packing, loader             rows of several documents; batches in a shuffled order that can be resumed
+    packing, windows            which document goes into which row; rows in a shuffled order
+    collate, loader             rows to tensors; batches, with a position to resume from
     build                       all of it put together
     tokenizer_files, examples   files that go beside an exported tokenizer; conversations to try fine-tuning on
 
@@ -23,17 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data.build import build_loaders, load_tokenizer
+    from data.collate import Batch
     from data.config import DataConfig
     from data.errors import DataError
-    from data.loader import Batch, Stats, TrainLoader, ValidationLoader
+    from data.loader import TrainLoader, ValidationLoader
     from data.tokenizer import SpecialIds, special_ids
+    from data.windows import Stats
 
 _HOME = {
-    "Batch": "data.loader",
+    "Batch": "data.collate",
     "DataConfig": "data.config",
     "DataError": "data.errors",
     "SpecialIds": "data.tokenizer",
-    "Stats": "data.loader",
+    "Stats": "data.windows",
     "TrainLoader": "data.loader",
     "ValidationLoader": "data.loader",
     "build_loaders": "data.build",

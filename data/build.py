@@ -1,7 +1,7 @@
-"""Configuration to tokenizer and loaders: the one place where the parts of this package are put together.
+"""Configuration -> tokenizer and loaders. This is the only file that knows all parts of the package.
 
-The way of a text: `open_sources` (documents) -> `tokenised` (token ids, cached) or a stream of them -> windows of
-packed, shuffled rows (`data/loader.py`) -> batches of tensors.
+The way of a text: `open_sources` gives documents, `tokenised` their token ids (a stream is tokenised while it is read),
+`StoredWindows` or `StreamedWindows` packed and shuffled rows, and the loaders batches of tensors.
 """
 
 from __future__ import annotations
@@ -13,38 +13,31 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from data.chat.render import REQUIRED
+from data.chat.render import REQUIRED_TOKENS
+from data.collate import Collator
 from data.config import SOURCES, DataConfig, SourceKind
 from data.document import Source
-from data.errors import DataError, Policy
+from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings
-from data.loader import (
-    Assembler,
-    StoredWindows,
-    StreamedWindows,
-    TrainLoader,
-    ValidationLoader,
-    Window,
-    Windows,
-    whole,
-)
+from data.loader import TrainLoader, ValidationLoader
 from data.open import open_sources
 from data.tokenizer import cached_tokenizer, identity, read_tokenizer, special_ids
 from data.tokens import Encoder, TokenStore, tokenised
+from data.windows import PackingWindow, StoredWindows, StreamedWindows, Windows, whole_split
 
 
 def load_tokenizer(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer of a configuration: read from its file, or trained on the train split (once; then cached).
+    """The tokenizer of a configuration: read from a file, or trained on the training split once and then cached.
 
-    Its `encode(text, add_special_tokens=False)` never yields a control token, whatever the text (pickling loses that).
-    To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a file that is missing
-    or no tokenizer, `ValueError` for a configuration with problems.
+    `encode(text, add_special_tokens=False)` never returns a control token, whatever the text; pickling the tokenizer
+    loses this property. To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a
+    file that is missing or not a tokenizer, ValueError listing every problem of the configuration.
     """
     _refuse(cfg.problems())
     if cfg.tokenizer != "train":
         return read_tokenizer(Path(cfg.tokenizer).expanduser())
     source, _ = open_sources(dataclasses.replace(cfg, source=SOURCES[cfg.source].tokenizer_source or cfg.source))
-    texts = (document.text for document, _ in source.read(Policy(cfg.on_error)))
+    texts = (document.text for document, _ in source.read(BadRecordPolicy(cfg.on_error)))
     texts_id = source.identity(content=not cfg.streaming)
     return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path)
 
@@ -60,19 +53,23 @@ def build_loaders(
     world_size: int = 1,
     vision: Mapping[str, Any] | None = None,
 ) -> tuple[TrainLoader, ValidationLoader]:
-    """The train and validation loaders of a configuration.
+    """The training and validation loaders of a configuration.
 
-    tokenizer: from `load_tokenizer`. batch_size: rows of a micro-batch over all ranks, of which this rank gets its
-    slice. vision: the model's `vision_config`; needed by sources with images and ignored by the others.
+    Args:
+        tokenizer: from `load_tokenizer`.
+        seq_len: tokens of a row.
+        batch_size: rows of a micro-batch over all ranks. Each rank gets `batch_size / world_size` of them.
+        seed: of the shuffled order.
+        vision: the model's `vision_config`. Sources with images need it, others ignore it.
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.
     """
     _refuse(cfg.problems() + _argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
     kind, special = SOURCES[cfg.source], special_ids(tokenizer)
-    # Conversations may have images where model and tokenizer know them; elsewhere these are refused one by one.
+    # Conversations may have images if model and tokenizer support them; otherwise each one with an image is refused.
     with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
     settings = VisionSettings.from_config(vision) if with_images else None
-    assembler = Assembler(seq_len, special, settings)
+    collator = Collator(seq_len, special, settings)
     train_source, validation_source = open_sources(cfg)
 
     source_id = train_source.identity(content=not cfg.streaming)
@@ -88,11 +85,11 @@ def build_loaders(
         "shuffle": cfg.shuffle,
         "seed": seed,
     }
-    train = TrainLoader(windows, assembler, batch_size, rank, world_size, fingerprint, ahead=cfg.streaming)
+    train = TrainLoader(windows, collator, batch_size, rank, world_size, fingerprint, prefetch=cfg.streaming)
 
     encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True, conversations=kind.conversations)
     held_out = _held_out(cfg, validation_source, encoder)
-    return train, ValidationLoader(held_out, assembler, batch_size, rank, world_size, cfg.validation_rows)
+    return train, ValidationLoader(held_out, collator, batch_size, rank, world_size, cfg.validation_rows)
 
 
 def _refuse(problems: list[str]) -> None:
@@ -109,22 +106,22 @@ def _argument_problems(
     world_size: int,
     vision: Mapping[str, Any] | None,
 ) -> list[str]:
-    """What is wrong with the arguments of `build_loaders` beyond the settings' own problems, one line each."""
+    """Everything that is wrong with the arguments of `build_loaders`, apart from the settings, a line each."""
     kind = SOURCES.get(cfg.source, SourceKind(""))
-    missing = [token for token in REQUIRED if kind.conversations and tokenizer.token_to_id(token) is None]
+    missing = [token for token in REQUIRED_TOKENS if kind.conversations and tokenizer.token_to_id(token) is None]
     checks = [
         (seq_len >= 2, f"seq_len={seq_len}: must be at least 2, a token and its target"),
         (
             cfg.window_tokens >= 4 * seq_len,
-            f"data.window_tokens={cfg.window_tokens}: must be at least 4 * seq_len = {4 * seq_len}, so that there is "
-            "something to pack",
+            f"data.window_tokens={cfg.window_tokens}: must be at least 4 * seq_len = {4 * seq_len}, or there is "
+            "little to pack",
         ),
         (
             batch_size >= 1 and world_size >= 1 and batch_size % world_size == 0,
-            f"batch_size={batch_size}: counts the rows of all ranks, so it must be a positive multiple of "
+            f"batch_size={batch_size}: is the number of rows over all ranks, so it must be a positive multiple of "
             f"world_size={world_size}",
         ),
-        (0 <= rank < world_size, f"rank={rank}: must lie in 0..{world_size - 1}"),
+        (0 <= rank < world_size, f"rank={rank}: must be in 0..{world_size - 1}"),
         (not kind.images or vision is not None, f"data.source={cfg.source}: needs a model with a vision_config"),
         (
             not kind.images or special_ids(tokenizer).image is not None,
@@ -137,27 +134,28 @@ def _argument_problems(
 
 def _train_windows(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None) -> Windows:
     if cfg.streaming:
-        return StreamedWindows(source, encoder, Policy(cfg.on_error), cfg.window_tokens, seed)
+        return StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), cfg.window_tokens, seed)
     store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
     if not len(store):
-        raise _empty("train", "all are held out; lower", store)
+        raise _empty("training", "all are held out; lower", store)
     return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
 
 
-def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> Window:
-    """The rows to validate on, of which a stream's are those of its head."""
+def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> PackingWindow:
+    """The held-out rows: all of them, or of a stream the first `validation_rows`."""
     if cfg.streaming:
         tokens = cfg.validation_rows * encoder.seq_len
-        window = StreamedWindows(source, encoder, Policy(cfg.on_error), tokens, None).load(0, 0, None)
+        window = StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), tokens, None).load(0, 0, None)
     else:
         store = tokenised(source, source.identity(), encoder, cfg.on_error, cfg.cache_path)
-        window = whole(store, encoder.seq_len)
+        window = whole_split(store, encoder.seq_len)
     if not len(window.rows):
-        raise _empty("validation", "of so few none is held out; raise", window.store)
+        raise _empty("validation", "too few to hold one out; raise", window.store)
     return window
 
 
 def _empty(split: str, otherwise: str, store: TokenStore) -> DataError:
+    """The error for a split without documents: what was skipped, or `otherwise` what to do about the settings."""
     skipped = ", ".join(f"skipped {number} x {reason}" for reason, number in sorted(store.skipped.items()))
     detail = skipped or f"{otherwise} data.validation_share, or name held-out files in data.validation_paths"
     return DataError(f"{split} split", 0, "no documents", detail)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and are made by one process while the others wait."""
+"""Cache entries that are written completely or not at all, by one process while the others wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from data.errors import DataError
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry: of several processes that need it, one makes it and the rest find it made."""
+    """Hold the lock of a cache entry, so that one process makes the entry and the others then find it.
+
+    Raises `DataError` if the lock file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(path.name + ".lock"))
@@ -34,8 +37,8 @@ def locked(path: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure.
 
-    To be called under the lock of `path`: the temporary name is always the same, so that a killed process leaves at
-    most one such file behind, which the next one overwrites.
+    Call it while holding the lock of `path`: the temporary name is fixed, so a killed process leaves at most one such
+    file behind, and the next process overwrites it.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -47,7 +50,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder, which must not exist yet."""
+    """The same for a folder. `path` must not exist yet."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The data settings of a run: one dataclass, every problem reported at once; needs only the standard library."""
+"""The settings `data.*`, and the kinds of source there are. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
 
 @dataclass(frozen=True)
 class SourceKind:
-    """What there is to know about a kind of source before it is opened.
+    """What the settings and `build_loaders` need to know about a kind of source before it is opened.
 
     Attributes:
-        opener: "module:function" that opens it (see `data/open.py`). A name, so that settings are read without the
-            libraries that readers need.
-        paths: what `data.paths` holds: "files" (files, folders or patterns), "dataset" (one id or folder) or "nothing".
-        suffixes: the files that a folder contributes.
-        streams: it can be tokenised while training (`data.streaming`).
-        images: its documents have images, so the model must have a vision tower.
-        conversations: its documents say which of their parts are supervised; they may have images if the model takes
-            any.
-        tokenizer_source: the kind of source whose text a tokenizer is trained on, where this one has too little.
+        opener: "module:function" of the function in `data/open.py` that opens it. It is given by name because it needs
+            libraries that reading the settings does not.
+        paths: what `data.paths` must hold: "files" (files, folders or patterns), "dataset" (one id or folder) or
+            "nothing".
+        suffixes: which files of a folder are taken.
+        streams: whether it can be tokenised during training (`data.streaming`).
+        images: whether its documents always have images, so that the model needs a vision tower.
+        conversations: whether its documents say which of their parts are supervised. They may have images if the model
+            has a vision tower.
+        tokenizer_source: the kind of source to train a tokenizer on, for a source with too little text of its own.
     """
 
     opener: str
@@ -35,7 +36,7 @@ class SourceKind:
 
 
 JSONL = (".jsonl", ".ndjson")
-SOURCES = {
+SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
     "stdlib": SourceKind("data.open:open_stdlib", paths="nothing"),
     "text": SourceKind("data.open:open_text", suffixes=(".txt", ".md", ".rst", ".py"), streams=True),
     "jsonl": SourceKind("data.open:open_jsonl", suffixes=JSONL, streams=True),
@@ -52,25 +53,27 @@ class DataConfig:
     """Where documents come from, how they become tokens, and how they are packed.
 
     Attributes:
-        source: `stdlib` (the .py files of the running Python's standard library), `text` (one document a file),
+        source: `stdlib` (the .py files of the running Python's standard library), `text` (one document per file),
             `jsonl`, `parquet`, `hub` (a dataset id or local dataset folder, read with `datasets`), `image_text` (JSONL
             records whose `field` is a list of text and image parts), `chat` (JSONL conversations, see `data/chat`; a
-            conversation is never cut) or `digits` (scikit-learn's, with their names).
-        paths: files, folders (hidden files inside them are left out) or glob patterns; for `hub` one id or folder;
-            empty for `stdlib` and `digits`.
-        validation_paths: held-out files, which are not trained on if `paths` names them too; when empty, a stable hash
-            holds out `validation_share`: whole files for `stdlib` and `text`, single records (by content, so that
-            copies stay on one side) for the others.
+            conversation is never cut) or `digits` (scikit-learn's images of digits, with their names).
+        paths: files, folders (without their hidden files) or glob patterns; one id or folder for `hub`; empty for
+            `stdlib` and `digits`.
+        validation_paths: held-out files; they are not trained on, even if `paths` includes them. If empty, a stable
+            hash holds out `validation_share` of the data: whole files for `stdlib` and `text`, single records for the
+            others (by content, so that copies of a record stay together).
         field: the column that holds the text (`image_text`: the list of parts; `chat`: the messages).
         hub_name, hub_revision, hub_split, hub_validation_split: passed to `datasets.load_dataset`.
-        streaming: tokenise while training instead of once into the cache; needs `validation_rows`.
-        on_error: `stop` raises `DataError` at the first bad record, `skip` counts it by reason and goes on.
-        tokenizer: `train` (byte-level BPE on the train split) or the path of a tokenizer.json or of its folder.
-        vocab_size: entries of a trained tokenizer, special tokens included.
+        streaming: tokenise during training instead of once into the cache; needs `validation_rows`.
+        on_error: `stop` ends the run at the first bad record; `skip` leaves bad records out and counts them by reason.
+        tokenizer: `train` (a byte-level BPE, trained on the training split) or the path of a tokenizer.json or its
+            folder.
+        vocab_size: entries of a trained tokenizer, including special tokens.
         cache_dir: where trained tokenizers and tokenised documents are kept.
-        shuffle: shuffle documents and rows by seed and epoch.
-        window_tokens: look-ahead of the packer in tokens; for streaming sources also the reach of the shuffle.
-        validation_rows: at most so many packed rows are evaluated; 0 means all.
+        shuffle: shuffle documents and rows, by seed and epoch.
+        window_tokens: size of a packing window: documents of so many tokens are packed together and their rows
+            shuffled. With `streaming` it is also the shuffle buffer.
+        validation_rows: how many packed rows to evaluate at most; 0 means all.
     """
 
     source: str = "stdlib"
@@ -96,7 +99,7 @@ class DataConfig:
         return Path(self.cache_dir).expanduser()
 
     def problems(self) -> list[str]:
-        """Everything wrong with these settings, one line each: key, value, rule, remedy. Touches no files."""
+        """Everything that is wrong with the settings, a line each: key, value, rule, remedy. Reads no files."""
         checks = [
             (self.source in SOURCES, "source", self.source, f"must be one of {', '.join(SOURCES)}"),
             (self.on_error in ("stop", "skip"), "on_error", self.on_error, "must be stop or skip"),
@@ -104,7 +107,7 @@ class DataConfig:
                 0.0 < self.validation_share < 1.0,
                 "validation_share",
                 self.validation_share,
-                "must lie between 0 and 1; to name held-out files use validation_paths",
+                "must be between 0 and 1; to name held-out files use validation_paths",
             ),
             (
                 self.tokenizer != "train" or self.vocab_size >= MIN_VOCAB_SIZE,
@@ -120,7 +123,7 @@ class DataConfig:
         return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]
 
     def _source_checks(self) -> list[tuple[bool, str, object, str]]:
-        """What the kind of source asks of the other settings: (holds, key, value, rule)."""
+        """What the kind of source requires of the other settings: (is met, key, value, rule)."""
         if self.source not in SOURCES:
             return []
         kind = SOURCES[self.source]
@@ -141,8 +144,8 @@ class DataConfig:
             checks = [(bool(self.paths), "paths", self.paths, rule)]
         if self.streaming:
             *names, last = (name for name, kind in SOURCES.items() if kind.streams)
-            rule = f"must be false: only {', '.join(names)} and {last} can be read while training"
+            rule = f"must be false: only {', '.join(names)} and {last} can be streamed"
             checks.append((kind.streams, "streaming", True, rule))
-            rule = "must be positive with streaming=true, so that validation reads only the head of the stream"
+            rule = "must be positive with streaming=true: validation reads only so many rows of the stream"
             checks.append((self.validation_rows > 0, "validation_rows", self.validation_rows, rule))
         return checks

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as image + text documents: real images that are on every machine."""
+"""scikit-learn's handwritten digits as documents of image and text: real images that need no download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from data.document import Document, Picture, Position, Reading, hash_share
-from data.errors import DataError, Policy
+from data.errors import BadRecordPolicy, DataError
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 FILE = "scikit-learn digits"  # what a document names as its file
@@ -17,7 +17,7 @@ LARGEST = 16  # pixel values run from 0 to 16
 
 
 class DigitSource:
-    """1,797 images of 8 x 8 pixels, each followed by the name of its digit; split by a hash of the pixels."""
+    """1,797 images of 8 x 8 pixels, each followed by the name of its digit. Split by a hash of the pixels."""
 
     def __init__(self, split: str, validation_share: float):
         self.split, self.share = split, validation_share
@@ -25,7 +25,7 @@ class DigitSource:
     def identity(self, content: bool = True) -> str:
         return f"digits {self.split} {self.share}"
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         digits = _load()
         for index in range(position or 0, len(digits.images)):
             pixels = (digits.images[index] * (255 / LARGEST)).astype("uint8")

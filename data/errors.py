@@ -1,4 +1,4 @@
-"""The one way in which bad input is reported, and the policy that decides whether it stops the run."""
+"""How bad input is reported, and what decides whether it stops the run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """Input that cannot become a document: the message is one line naming file, line and reason.
+    """Input that cannot become a document. The message is one line with file, line and reason.
 
-    Attributes: file (path or data set name), line (1-based line or record; 0 for the file as a whole), reason (a short
-    phrase that is the same for every record with this defect, so that it can be counted), detail (the rest).
+    Attributes:
+        file: path, or name of the data set.
+        line: number of the line or record, from 1; 0 for the file as a whole.
+        reason: a short phrase, the same for every record with this problem, so that records can be counted by reason.
+        detail: what is specific to this record, and what to do.
     """
 
     def __init__(self, file: str, line: int, reason: str, detail: str = ""):
@@ -21,10 +24,11 @@ class DataError(ValueError):
         super().__init__(f"{where}: {reason}" + (f": {detail}" if detail else ""))
 
 
-class Policy:
-    """What happens to bad input: `stop` raises it, `skip` counts it by reason and logs its first occurrence.
+class BadRecordPolicy:
+    """What to do about a bad record (`data.on_error`): `stop` raises its `DataError`, `skip` leaves the record out.
 
-    Input that is odd but readable, as a byte order mark, is repaired under either policy, counted and logged likewise.
+    Skipped records are counted by reason, and the first of each reason is logged. Input that can be repaired, such as a
+    byte order mark, is repaired under either policy, and counted and logged in the same way.
     """
 
     def __init__(self, on_error: str):
@@ -33,14 +37,16 @@ class Policy:
         self.repaired: Counter[str] = Counter()
 
     def report(self, error: DataError) -> None:
+        """Raise the error or count it. After a return the caller goes on with the next record."""
         if self.stop:
             raise error
         self._count(self.skipped, "skipped", error)
 
     def repair(self, error: DataError) -> None:
+        """Count a problem that the caller has repaired."""
         self._count(self.repaired, "repaired", error)
 
     def _count(self, counter: Counter[str], action: str, error: DataError) -> None:
         if not counter[error.reason]:
-            log.warning("%s %s (further cases of this are only counted)", action, error)
+            log.warning("%s %s (more of the same are only counted)", action, error)
         counter[error.reason] += 1

@@ -1,10 +1,10 @@
-"""Conversations to try fine-tuning on, made of what every machine has: ``python -m data.examples NAME FOLDER``.
+"""Conversations to try fine-tuning on, made from data on every machine: ``python -m data.examples NAME FOLDER``.
 
-NAME is ``modules`` (a line of the running Python's standard library with a module's name blanked; the answer is the
-name) or ``digits`` (scikit-learn's images with the question which digit it is). FOLDER gets ``train.jsonl`` and
-``valid.jsonl`` in the format of ``data/chat.py``. The standard library is split by file, exactly as its data source
-does it, so that a model trained on that corpus has not seen the held-out lines either; a line that is in a training
-file too is left out of them.
+NAME is ``modules`` (a line of the running Python's standard library in which the name of a module is blanked out; the
+answer is that name) or ``digits`` (scikit-learn's images; the question is which digit it is). ``train.jsonl`` and
+``valid.jsonl`` are written to FOLDER, in the format of ``data/chat``. The standard library is split by file in the same
+way as ``data.source=stdlib`` splits it, so a model trained on that corpus has not seen the held-out lines. Held-out
+lines that also occur in a training file are left out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 from data.digits import DigitSource
 from data.document import hash_share
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.files import stdlib_files
 
-HELD_OUT = 0.05  # of the files: `data.validation_share` of the default corpus
+HELD_OUT = 0.05  # share of the files, the default of `data.validation_share`
 HELD_OUT_DIGITS = 0.2
 BLANK = "____"
-SHORTEST = 8  # characters of a line worth asking about
+SHORTEST = 8  # shorter lines, in characters, are left out
 
 
 def modules() -> tuple[list[dict], list[dict]]:
-    """Questions for the missing module of a line, of the training and of the held-out files."""
-    lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}  # in order, without repeats
+    """Questions for the missing module of a line: from training files, and from held-out files."""
+    lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}  # by whether held out; in order, each once
     for file in stdlib_files():
         held_out = hash_share(file.name.encode()) < HELD_OUT
         lines[held_out].update(dict.fromkeys(_blanked(file.path.read_bytes())))
@@ -43,7 +43,7 @@ def modules() -> tuple[list[dict], list[dict]]:
 
 
 def digits() -> tuple[list[dict], list[dict]]:
-    """Questions for the digit of an image, split by a hash of the pixels."""
+    """Questions for the digit in an image: for training, and held out by a hash of the pixels."""
     return tuple(list(_digits(split)) for split in ("train", "validation"))
 
 
@@ -51,7 +51,7 @@ EXAMPLES = {"modules": modules, "digits": digits}
 
 
 def write(name: str, folder: Path) -> tuple[int, int]:
-    """Write the conversations of one example; returns how many are for training and how many held out."""
+    """Write the conversations of one example. Returns how many are for training and how many are held out."""
     train, valid = EXAMPLES[name]()
     folder.mkdir(parents=True, exist_ok=True)
     for split, records in (("train", train), ("valid", valid)):
@@ -61,9 +61,9 @@ def write(name: str, folder: Path) -> tuple[int, int]:
 
 
 def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
-    """(line with the name of an imported module blanked, the name) for every such line of a Python file.
+    """(line with the name of an imported module blanked out, the name) for every such line of a Python file.
 
-    Names that the file also gives to something else are left out, and so are lines that still tell the name.
+    Names that the file also uses for something else are left out, and so are lines in which the name occurs again.
     """
     try:
         text = source.decode("utf-8")
@@ -84,7 +84,7 @@ def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _digits(split: str) -> Iterator[dict]:
-    for document, _ in DigitSource(split, HELD_OUT_DIGITS).read(Policy("stop")):
+    for document, _ in DigitSource(split, HELD_OUT_DIGITS).read(BadRecordPolicy("stop")):
         picture, name = document.parts
         file = io.BytesIO()
         picture.open().save(file, "PNG")
@@ -97,7 +97,7 @@ def _chat(question: Any, answer: str) -> dict:
 
 
 def main(arguments: Iterable[str]) -> None:
-    """Write what the command line asks for."""
+    """Run the command line."""
     arguments = list(arguments)
     if len(arguments) != 2 or arguments[0] not in EXAMPLES:
         sys.exit(f"usage: python -m data.examples {'|'.join(EXAMPLES)} FOLDER")

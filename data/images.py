@@ -1,8 +1,8 @@
-"""Images as patches and token spans, to the released image processor's numbers (V4.1 report, vision; released config).
+"""Images as patches and token spans, with the numbers of the released image processor (V4.1 report, vision section).
 
-An image is resized with its aspect kept, centred on grey (127) up to whole patches, scaled to [-1, 1] and cut into
-patches in reading order. In the token stream it is START, then each row of the token grid as IMAGE tokens closed by
-NEWLINE, then END; the token grid is the patch grid divided by `downsample_ratio`, rounded up.
+An image is resized without changing its aspect ratio, padded with grey (127) to whole patches, scaled to [-1, 1] and
+cut into patches in reading order. In the token stream it is one START token, the rows of the token grid (IMAGE tokens
+followed by one NEWLINE), and one END token. The token grid is the patch grid divided by `downsample_ratio`, rounded up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from data.errors import DataError
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
 GREY = (127, 127, 127)
-MAX_PIXELS = 2**26  # 67 million pixels take 200 MB as RGB; a small file that unpacks to more is taken for a bomb
+MAX_PIXELS = 2**26  # 67 million, 200 MB as RGB; a small file can claim to have far more pixels
 
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """The part of the model's `vision_config` that shapes image input (released names, released values as defaults)."""
+    """The keys of the model's `vision_config` that determine patches and spans, with released names and defaults."""
 
     patch_size: int = 14
     downsample_ratio: int = 3
@@ -40,7 +40,7 @@ class VisionSettings:
 
     @classmethod
     def from_config(cls, vision_config: Mapping[str, Any]) -> VisionSettings:
-        """Take these keys from a `vision_config`; the rest of it is the model's. ValueError lists every bad value."""
+        """Take these keys from a `vision_config`, ignoring the others. Raises ValueError listing every bad value."""
         settings = cls(**{k: vision_config[k] for k in cls.__dataclass_fields__ if k in vision_config})
         rules = {
             "patch_size": settings.patch_size >= 1,
@@ -57,7 +57,7 @@ class VisionSettings:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of one image, each (height, width): in pixels after padding, in patches, in IMAGE tokens."""
+    """The sizes of an image as (height, width): in pixels after padding, in patches, and in IMAGE tokens."""
 
     pixels: tuple[int, int]
     patches: tuple[int, int]
@@ -65,21 +65,22 @@ class Grid:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the image in the token stream, START, NEWLINEs and END included."""
+        """Length of the image in the token stream, including START, NEWLINEs and END."""
         return self.tokens[0] * (self.tokens[1] + 1) + 2
 
     def token_types(self) -> np.ndarray:
-        """int8 [num_tokens]: START, rows of IMAGE closed by NEWLINE, END."""
+        """The types of the image's tokens, int8 [num_tokens]: START, rows of IMAGE with a NEWLINE at the end, END."""
         rows, columns = self.tokens
         row = [IMAGE] * columns + [NEWLINE]
         return np.array([START, *row * rows, END], dtype=np.int8)
 
 
 def plan_grid(width: int, height: int, vision: VisionSettings) -> Grid:
-    """The sizes that an image of `width` x `height` pixels gets.
+    """The sizes of an image of `width` x `height` pixels after resizing and padding.
 
-    Images wider than `max_wh_ratio` are squeezed to it, images of fewer than `min_pixels` pixels enlarged, and images
-    of more than `max_image_tokens` tokens shrunk to the largest whole-token box with their aspect that this admits.
+    An image whose aspect ratio exceeds `max_wh_ratio` is squeezed to that ratio, one with fewer than `min_pixels`
+    pixels is enlarged, and one with more than `max_image_tokens` tokens is shrunk to the largest grid of whole tokens
+    with the same aspect ratio.
     """
     patch = vision.patch_size
     if vision.max_wh_ratio is not None:
@@ -101,26 +102,26 @@ def _grid(height: int, width: int, vision: VisionSettings) -> Grid:
 
 
 def _shrunk(height: float, width: float, vision: VisionSettings) -> tuple[int, int]:
-    """Pixel height and width of the largest image with this aspect inside the token budget.
+    """Pixel height and width of the largest image with this aspect ratio within the token budget.
 
-    With h token rows and w columns the cost is h*(w+1) + 2. The real solution of that at h/w = aspect is rounded down
-    to whole tokens. The products are evaluated in this order on purpose: `height * (rows * cell / height)` can round to
-    just below a multiple of the patch, and the released sizes, which a test compares, lose a patch there.
+    h token rows and w columns cost h*(w+1) + 2 tokens. This is solved for h/w = aspect and rounded down to whole
+    tokens. The order of the products matters: `height * (rows * cell / height)` can round to just below a multiple of
+    the patch size, and then the released image processor loses a patch. A test compares the sizes.
     """
     patch, cell, budget = vision.patch_size, vision.patch_size * vision.downsample_ratio, vision.max_image_tokens - 2
     aspect = height / width
     columns = math.sqrt(budget / aspect + 0.25) - 0.5
     rows = columns * aspect
-    if columns < 1:  # narrower than one token: a single column
+    if columns < 1:  # narrower than one token
         return budget // 2 * cell, cell
-    if rows < 1:  # lower than one token: a single row
+    if rows < 1:  # lower than one token
         return cell, (budget - 1) * cell
     scale = min(math.floor(columns) * cell / width, math.floor(rows) * cell / height)
     return math.floor(height * scale / patch) * patch, math.floor(width * scale / patch) * patch
 
 
 def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor, Grid]:
-    """Patches of an image, float32 [h*w, 3, patch, patch] in [-1, 1] in reading order, and its grid."""
+    """The patches of an image in reading order, float32 [h*w, 3, patch, patch] in [-1, 1], and its grid."""
     image = image.convert("RGB")
     grid = plan_grid(image.width, image.height, vision)
     height, width = grid.pixels
@@ -135,33 +136,33 @@ def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor
 
 
 def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
-    """Check an image, a file or its content, and note its size; it is decoded again whenever a batch needs its pixels.
+    """Check an image, given as a path or as bytes, and note its size. Every batch that needs it decodes it again.
 
-    Raises `DataError` at `file`:`line`, the record that names the image, for an image that is missing, damaged, in no
-    known format or larger than MAX_PIXELS.
+    Raises `DataError` naming `file` and `line`, the record that refers to the image, if the image is missing, damaged,
+    of an unknown format or larger than MAX_PIXELS.
     """
     name = f"image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
 
     def opened() -> Image.Image:
         return Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
-    with _refusals(name, file, line), opened() as picture:
+    with _data_errors(name, file, line), opened() as picture:
         width, height = picture.size
         if width * height > MAX_PIXELS:
-            detail = f"{name} unpacks to {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
+            detail = f"{name} has {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
             raise DataError(file, line, "image is too large", detail)
-        picture.load()  # a damaged image is found now and not in the middle of training
+        picture.load()  # so that a damaged image is found now, not in the middle of training
 
     def load() -> Image.Image:
-        with _refusals(name, file, line), opened() as picture:
+        with _data_errors(name, file, line), opened() as picture:
             return picture.convert("RGB")
 
     key = hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else name
     return Picture(key, load, width, height)
 
 
-class _refusals:
-    """Turn what Pillow raises into a `DataError` that names the image and the record that asked for it."""
+class _data_errors:
+    """Turn Pillow's exceptions into a `DataError` that names the image and the record that refers to it."""
 
     def __init__(self, name: str, file: str, line: int):
         self.name, self.file, self.line = name, file, line
@@ -179,5 +180,5 @@ class _refusals:
             raise DataError(self.file, self.line, "unknown image format", self.name) from None
         if isinstance(error, Image.DecompressionBombError):
             raise DataError(self.file, self.line, "image is too large", self.name) from None
-        if isinstance(error, Exception) and not isinstance(error, DataError):  # each format's reader has its own
+        if isinstance(error, Exception) and not isinstance(error, DataError):  # each format's decoder raises its own
             raise DataError(self.file, self.line, "corrupt image", f"{self.name}: {error}") from None

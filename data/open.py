@@ -1,7 +1,8 @@
-"""Configuration to sources: where each kind of `data.source` lies, and what of it is held out.
+"""Opening the sources of a configuration: one to train on and one that is held out.
 
-One function a kind, `(DataConfig) -> (train source, validation source)`; the table `SOURCES` of `data/config.py` names
-it. To add a kind: a reader (`data/sources.py` has those of files), a function here, a row of that table.
+There is one function per kind of source, `(DataConfig) -> (training source, validation source)`, named in the table
+`SOURCES` of `data/config.py`. To add a kind, write a reader (see `data/sources.py`), a function here, and a row of that
+table.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from data.errors import DataError
 from data.files import File, find_files, stdlib_files
 from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, TextFiles
 
-Sources = tuple[Source, Source]  # train, validation
+Sources = tuple[Source, Source]  # training, validation
 
 
 def open_sources(cfg: DataConfig) -> Sources:
-    """The train and validation sources of a configuration.
+    """The training and the validation source of a configuration.
 
-    Raises `DataError` for a path that matches nothing, a data set that cannot be opened or a split without files.
+    Raises `DataError` for a path without files, a data set that cannot be opened, or a split with an empty side.
     """
     return pkgutil.resolve_name(SOURCES[cfg.source].opener)(cfg)
 
@@ -66,14 +67,14 @@ def open_hub(cfg: DataConfig) -> Sources:
 
 
 def _files(cfg: DataConfig) -> tuple[list[File], list[File]]:
-    """Files to train on and files held out, the latter empty where none are named; no file is both."""
+    """The files to train on and the held-out files. The latter are empty if none are configured. No file is in both."""
     suffixes = SOURCES[cfg.source].suffixes
     files = find_files(cfg.paths, suffixes)
     held_out = find_files(cfg.validation_paths, suffixes)
     kept_back = {file.path.resolve() for file in held_out}
     files = [file for file in files if file.path.resolve() not in kept_back]
     if not files:
-        raise DataError(cfg.paths[0], 0, "no training data", "data.validation_paths names every file of data.paths")
+        raise DataError(cfg.paths[0], 0, "no training data", "data.validation_paths includes every file of data.paths")
     return files, held_out
 
 
@@ -84,12 +85,14 @@ def _open_records(cfg: DataConfig, reader: type[JsonLines | Parquet]) -> Sources
 
 
 def _split_files(files: list[File], share: float) -> Sources:
-    """Split whole files by a hash of their names, so that a file keeps its side whatever its neighbours."""
+    """Split whole files by a hash of their names, so that a file's side does not depend on the other files."""
     held_out = [file for file in files if hash_share(file.name.encode()) < share]
     kept = [file for file in files if hash_share(file.name.encode()) >= share]
-    for split, part in (("train", kept), ("validation", held_out)):
+    for split, part in (("training", kept), ("validation", held_out)):
         if not part:
-            detail = f"{len(files)} files at validation_share {share} leave none; raise it or set data.validation_paths"
+            detail = (
+                f"none of {len(files)} files at data.validation_share={share}; change it or set data.validation_paths"
+            )
             raise DataError(str(files[0].path.parent), 0, f"no {split} files", detail)
     return TextFiles(kept), TextFiles(held_out)
 
@@ -99,7 +102,7 @@ def _split_records(source: Source, share: float) -> Sources:
 
 
 def _load_dataset(cfg: DataConfig, split: str) -> HubDataset:
-    import datasets  # slow to import, and only this source needs it
+    import datasets  # slow to import
 
     name = cfg.paths[0]
     try:
@@ -110,7 +113,7 @@ def _load_dataset(cfg: DataConfig, split: str) -> HubDataset:
         else:
             options = {"revision": cfg.hub_revision, "split": split, "streaming": cfg.streaming}
             dataset = datasets.load_dataset(name, cfg.hub_name, **options)
-    except Exception as error:  # the library raises dozens of kinds, from network to parsing
+    except Exception as error:  # from network errors to parsing errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(name, 0, "cannot open data set", f"split {split}: {reason}") from error
     columns = dataset.column_names

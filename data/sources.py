@@ -1,4 +1,4 @@
-"""Readers: sources that turn files and data sets into documents."""
+"""Readers: the sources that turn files and `datasets` data sets into documents."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from data.document import (
     text_of,
     value_of,
 )
-from data.errors import DataError, Policy
-from data.files import File, decode
+from data.errors import BadRecordPolicy, DataError
+from data.files import File, content_hash, decode
 
-PARQUET_BATCH = 1024  # rows decoded at once
+PARQUET_BATCH = 1024  # rows per batch of the decoder
 
 
 class _Files:
-    """What the file-based sources share: names, identity and turning operating-system errors into `DataError`."""
+    """What sources of files have in common. The names of these classes are part of saved positions: see `identity`."""
 
     field = ""
 
@@ -38,18 +38,14 @@ class _Files:
         self.files = files
 
     def identity(self, content: bool = True) -> str:
-        """Hash of the kind of source, of each file's name, and of its content or size."""
+        """A hash of the reader's class, the field, and the name and content (or size) of each file."""
         digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
         for file in self.files:
             digest.update(file.name.encode() + b"\0")
             try:
-                if not content:
-                    digest.update(file.path.stat().st_size.to_bytes(8, "big"))
-                    continue
-                with file.path.open("rb") as opened:
-                    digest.update(hashlib.file_digest(opened, "blake2b").digest())
+                digest.update(content_hash(file.path) if content else file.path.stat().st_size.to_bytes(8, "big"))
             except OSError as error:
-                digest.update(str(error.errno).encode())  # read() reports it under the policy
+                digest.update(str(error.errno).encode())  # `read` reports it to the policy
         return digest.hexdigest()
 
     def _unreadable(self, path: Path, error: OSError) -> DataError:
@@ -57,9 +53,9 @@ class _Files:
 
 
 class TextFiles(_Files):
-    """One document a file."""
+    """One document per file. Positions are the number of files read."""
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for index in range(position or 0, len(self.files)):
             path = self.files[index].path
             try:
@@ -75,15 +71,17 @@ class TextFiles(_Files):
 
 
 class JsonLines(_Files):
-    """One JSON object a line. Lines end at \\n alone: U+2028 and its kin are ordinary characters in JSON strings."""
+    """One JSON object per line. Only \\n ends a line: U+2028 and the like are ordinary characters in JSON strings."""
 
     def __init__(self, files: list[File], field: str):
         super().__init__(files)
         self.field = field
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
-        """Positions are [file, byte offset of the next line, number of lines before it]; a conversation's documents
-        share one, which is why conversations are not streamed.
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
+        """Positions are [file, byte offset of the next line, number of lines before it].
+
+        All documents of one line have the same position. Therefore conversations, which can become several documents,
+        cannot be streamed.
         """
         first, offset, line = position or (0, 0, 0)
         for index in range(first, len(self.files)):
@@ -106,17 +104,17 @@ class JsonLines(_Files):
                 policy.report(self._unreadable(path, error))
             offset = line = 0
 
-    def _documents(self, raw: bytes, path: Path, line: int, policy: Policy) -> Sequence[Document]:
+    def _documents(self, raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
         record = self._record(raw, path, line, policy)
         return (Document(self._parts(record, path, line), str(path), line),)
 
-    def _record(self, raw: bytes, path: Path, line: int, policy: Policy) -> Any:
+    def _record(self, raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
         text = decode(raw, str(path), policy, line).strip("\r\n")
         if not text.strip():
             raise DataError(str(path), line, "blank line")
         try:
             return json.loads(text)
-        except (ValueError, RecursionError) as error:  # also an integer of more digits than Python converts
+        except (ValueError, RecursionError) as error:  # ValueError also for integers with too many digits
             raise DataError(str(path), line, "invalid JSON", str(error)) from None
 
     def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:
@@ -124,17 +122,17 @@ class JsonLines(_Files):
 
 
 class ImageTextLines(JsonLines):
-    """JSONL whose field is a list of parts, {"type": "text", "text": ...} or {"type": "image", "image": path}.
+    """JSONL whose field is a list of parts: {"type": "text", "text": ...} or {"type": "image", "image": path}.
 
-    Image paths are relative to the JSONL file. Only the header of an image is read here.
+    Image paths are relative to the JSONL file. Every image is decoded once here, to check it.
     """
 
     def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:
-        from data.images import open_picture  # Pillow: needed by image sources only
+        from data.images import open_picture  # needs Pillow and torch
 
         items = value_of(record, self.field, str(path), line)
         if not isinstance(items, list) or not items:
-            raise DataError(str(path), line, "field is no list of parts", f"{self.field} is {kind_of(items)}")
+            raise DataError(str(path), line, "field is not a list of parts", f"{self.field} is {kind_of(items)}")
         parts: list[str | Picture] = []
         for number, item in enumerate(items, 1):
             kind = item.get("type") if isinstance(item, dict) else None
@@ -150,14 +148,14 @@ class ImageTextLines(JsonLines):
 
 
 class Parquet(_Files):
-    """One document a row; only the named column is read."""
+    """One document per row. Only the configured column is read."""
 
     def __init__(self, files: list[File], field: str):
         super().__init__(files)
         self.field = field
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
-        """Positions are [file, rows before the next one]; whole row groups before it are not read again."""
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
+        """Positions are [file, number of rows before the next one]. Row groups that end before it are not read."""
         import pyarrow
         import pyarrow.parquet
 
@@ -173,7 +171,7 @@ class Parquet(_Files):
                     for row, value in self._rows(file, start):
                         try:
                             text = text_of({self.field: value.as_py()}, self.field, str(path), row + 1)
-                        except UnicodeDecodeError as error:  # Parquet does not check what it stores as text
+                        except UnicodeDecodeError as error:  # Parquet does not check that its strings are UTF-8
                             detail = f"byte 0x{error.object[error.start]:02x}"
                             policy.report(DataError(str(path), row + 1, "invalid UTF-8", detail))
                         except DataError as error:
@@ -189,6 +187,7 @@ class Parquet(_Files):
             start = 0
 
     def _rows(self, file: Any, start: int) -> Iterator[tuple[int, Any]]:
+        """(row number, value of the field) for the rows of a file from `start` on."""
         row = 0
         for group in range(file.metadata.num_row_groups):
             size = file.metadata.row_group(group).num_rows
@@ -203,7 +202,10 @@ class Parquet(_Files):
 
 
 class HubDataset:
-    """A `datasets` data set, map-style or streaming. Positions are row numbers, or the library's own stream state."""
+    """A data set of the `datasets` library, map-style or streaming.
+
+    Positions are {"row": rows read}, and for a streaming data set also its own "state".
+    """
 
     def __init__(self, dataset: Any, name: str, field: str, streaming: bool):
         self.dataset, self.name, self.field, self.streaming = dataset, name, field, streaming
@@ -212,7 +214,7 @@ class HubDataset:
         known = f"{self.name} {self.field} {getattr(self.dataset, '_fingerprint', '')}"
         return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         row = position["row"] if position else 0
         dataset = self.dataset
         if self.streaming:
@@ -229,7 +231,7 @@ class HubDataset:
                 record = next(records)
             except StopIteration:
                 return
-            except Exception as error:  # whatever a dataset builder raises; there is no common class
+            except Exception as error:  # builders of data sets raise all kinds
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise DataError(self.name, row + 1, "unreadable data set", reason) from error
             row += 1
@@ -245,10 +247,10 @@ class HubDataset:
 
 
 def _own_position(dataset: Any) -> Any:
-    """A copy of a streaming data set, whose position is part of it: passes must not share one.
+    """A copy of a streaming data set. Its position is part of it, and two passes must not share one.
 
-    The library's cache of file systems, which is part of it too, stays shared: to copy it opens file systems anew, once
-    in every thread, and so changes the cache while it is being copied.
+    The library's cache of file systems is part of it too, and is not copied: that would open each file system again in
+    every new thread, which adds to the cache while it is being copied.
     """
     from huggingface_hub import HfFileSystem
 
@@ -256,7 +258,7 @@ def _own_position(dataset: Any) -> Any:
 
 
 class HashSplit:
-    """One side of a split by document content: equal documents fall on the same side, in any order and any file."""
+    """One side of a split by content: equal documents are on the same side, wherever they are in the data."""
 
     def __init__(self, source: Source, share: float, held_out: bool):
         self.source, self.share, self.held_out = source, share, held_out
@@ -264,7 +266,7 @@ class HashSplit:
     def identity(self, content: bool = True) -> str:
         return f"{self.source.identity(content)} {self.share} {self.held_out}"
 
-    def read(self, policy: Policy, position: Position = None) -> Reading:
+    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for document, after in self.source.read(policy, position):
             if (hash_share(document.key) < self.share) == self.held_out:
                 yield document, after

@@ -1,13 +1,14 @@
-"""Tokenizers: a byte-level BPE trained once on the train split, or any Hugging Face fast tokenizer.
+"""Tokenizers: a byte-level BPE trained once on the training split, or any Hugging Face fast tokenizer.
 
-Text is data. However a text spells a control token, it is encoded as ordinary text; control tokens enter a sequence by
-their ids alone. `guard` sees to it, and every tokenizer that the project uses has passed through it.
+Text is data: text that spells a control token is encoded as ordinary text, and control tokens enter a sequence only by
+their ids. `guard` makes sure of that, and every tokenizer of this project has passed through it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +16,28 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.cache import atomic_file, locked
-from data.errors import DataError, log
+from data.errors import DataError
 
-# The released spellings; the ids of a trained tokenizer are their places in this tuple (released tokenizer).
+log = logging.getLogger(__name__)
+
+# The released spellings. In a trained tokenizer, ids follow the order of CONTROL_TOKENS, as in the released one.
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 IMAGE, USER, ASSISTANT, SYSTEM = "<｜deepseek_image｜>", "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"
-# The last one is kept for the drafter's noise token, so that training a drafter later leaves the vocabulary as it is.
+# Reserved for the drafter, so that training one later does not change the vocabulary.
 NOISE = "<｜place▁holder▁no▁0｜>"
 CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, USER, ASSISTANT, SYSTEM)
 CONTROL_TOKENS += ("<think>", "</think>", "<tool_result>", "</tool_result>", NOISE)
 
-# Words with one leading space, digits in groups of up to three (as the released tokenizer counts them), runs of symbols
-# with the line end behind them, line ends with the blank lines before them, then indentation up to the last space.
+# Words with one leading space, groups of up to three digits (as in the released tokenizer), runs of symbols with the
+# line end after them, line ends with the blank lines before them, then indentation up to the last space.
 PIECES = r" ?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TRAINING_BYTES = 2**28  # merges learned from more text than this do not differ in a way that matters
-VERSION = 1  # raise when training changes, so that cached tokenizers are trained again
+TRAINING_BYTES = 2**28  # more text hardly changes the merges
+VERSION = 1  # raise it when training changes, so that cached tokenizers are trained again
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the control tokens the data needs. `bos`, `image`, `noise` are None where a foreign tokenizer has none."""
+    """Ids of the control tokens that the data needs. `bos`, `image`, `noise` are None if the tokenizer lacks them."""
 
     bos: int | None
     eos: int
@@ -44,10 +47,10 @@ class SpecialIds:
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Ids of the control tokens of a tokenizer that `load_tokenizer` returned.
+    """The control tokens of a tokenizer, found by their released spellings or else by spellings common for their roles.
 
-    A control token is found under its released spelling, or else under a spelling that is common for its role.
-    Raises ValueError when no end-of-text token is found: documents could not be told apart.
+    Without a padding token EOS serves as one. Raises ValueError if there is no end-of-text token, since nothing would
+    separate documents.
     """
     alternatives = {
         "bos": (BOS, "<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>"),
@@ -64,7 +67,7 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
 
 
 def identity(tokenizer: Tokenizer) -> str:
-    """A hash of everything that decides how the tokenizer encodes."""
+    """A hash of everything that determines how the tokenizer encodes."""
     return hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
 
@@ -74,9 +77,9 @@ def _first_id(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` entries: control tokens, 256 bytes, merges learned from `texts`.
+    """Train a byte-level BPE of exactly `vocab_size` entries: control tokens, 256 bytes, and merges.
 
-    Raises ValueError when the texts are too few to learn that many merges.
+    Raises ValueError if the texts are too short to learn that many merges from.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
@@ -93,17 +96,17 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"data.vocab_size={vocab_size}: the train split has too little text, it yields {tokenizer.get_vocab_size()}"
-            " entries; lower vocab_size or add text"
+            f"data.vocab_size={vocab_size}: the training split has too little text, enough for only "
+            f"{tokenizer.get_vocab_size()} entries; lower vocab_size or add text"
         )
     return tokenizer
 
 
 def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_error: str, folder: Path) -> Tokenizer:
-    """The guarded tokenizer of `train_tokenizer(texts, vocab_size)`, taken from `folder` if it was trained before.
+    """Train a tokenizer, or load it from `folder` if it has been trained before. The result is guarded.
 
-    texts: looked at only where there is none yet, and no further than TRAINING_BYTES. texts_id, on_error: what decides
-    which texts these are.
+    texts: read only if the tokenizer must be trained, and only the first TRAINING_BYTES. texts_id, on_error: determine
+    which texts these are, so they are part of the file's name.
     """
     key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
     path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
@@ -117,7 +120,7 @@ def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_er
 
 
 def _head(texts: Iterator[str]) -> Iterator[str]:
-    """Texts up to TRAINING_BYTES; whole ones, so that no character is cut."""
+    """The first TRAINING_BYTES of the texts, rounded up to a whole text."""
     total = 0
     for text in texts:
         if total >= TRAINING_BYTES:
@@ -127,7 +130,7 @@ def _head(texts: Iterator[str]) -> Iterator[str]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The guarded tokenizer of a tokenizer.json, or of the folder that holds one. Raises `DataError`."""
+    """Load a tokenizer.json, or the one in a folder. The result is guarded. Raises `DataError` for anything else."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         remedy = "data.tokenizer must be `train`, a tokenizer.json or a folder that holds one"
@@ -135,21 +138,22 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(str(file), 0, "no tokenizer", str(error).splitlines()[0]) from None
+        raise DataError(str(file), 0, "not a tokenizer", str(error).splitlines()[0]) from None
     return guard(tokenizer, str(file))
 
 
 def guard(tokenizer: Tokenizer, file: str) -> Tokenizer:
-    """Make every added token a control token that text cannot spell, then prove it. `file` is named where it fails.
+    """A copy of the tokenizer that encodes the spelling of an added token as ordinary text.
 
-    Tokenizers mark some of theirs (`<｜User｜>`, `<think>`) as ordinary added tokens, which `encode` would still match
-    in text, so the mark is set for all of them; runs of white space, which some tokenizers add as tokens, stay text.
+    `encode_special_tokens` covers only tokens that are marked as special. Released tokenizers do not mark all of theirs
+    (`<｜User｜>`, `<think>`), so every added token is marked here, except runs of white space, which are text. Raises
+    `DataError` naming `file` if text can still produce a control token.
     """
     state = json.loads(tokenizer.to_str())
     control = [token for token in state["added_tokens"] if token["content"].strip()]
     for token in control:
         token["special"] = True
-    state["truncation"] = state["padding"] = None  # a document is encoded whole and alone
+    state["truncation"] = state["padding"] = None  # documents are encoded whole, one by one
     safe = Tokenizer.from_str(json.dumps(state))
     safe.encode_special_tokens = True
     ids = {token["id"] for token in control}

@@ -1,4 +1,4 @@
-"""The small files that other programs expect beside a tokenizer.json: what its tokens are for, and the chat format."""
+"""The files that other programs expect beside a tokenizer.json: the roles of its tokens, and the chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
-from data.chat.render import REQUIRED
+from data.chat.render import REQUIRED_TOKENS
 from data.config import DataConfig
 from data.tokenizer import special_ids
 
@@ -15,10 +15,11 @@ TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_t
 
 
 def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Name -> text of the files with which AutoTokenizer, and engines that build on it, read a tokenizer as this
-    project uses it: BOS in front, the control tokens by role, and (if it has the tokens) the chat format.
+    """The files, by name, with which `AutoTokenizer` and engines based on it use a tokenizer as this project does: BOS
+    comes first, control tokens have their roles, and the chat template writes the format of `data/chat`.
 
-    A tokenizer that came with such files keeps its own.
+    If the tokenizer was loaded from a folder with such files, these are returned. Without the tokens of the chat format
+    there is no template.
     """
     folder = Path(cfg.tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
@@ -33,13 +34,13 @@ def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
         "clean_up_tokenization_spaces": False,
     }
     files = {TOKENIZER: _with_bos(tokenizer, ids.bos), CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
-    if all(tokenizer.token_to_id(token) is not None for token in REQUIRED):
+    if all(tokenizer.token_to_id(token) is not None for token in REQUIRED_TOKENS):
         files[TEMPLATE] = (Path(__file__).parent / "chat" / TEMPLATE).read_text(encoding="utf-8")
     return files
 
 
 def _with_bos(tokenizer: Tokenizer, bos: int | None) -> str:
-    """tokenizer.json; where special tokens are asked for, a tokenizer that adds none puts BOS in front of a text."""
+    """The text of tokenizer.json. A tokenizer that adds no special tokens to a text is made to add BOS."""
     written = Tokenizer.from_str(tokenizer.to_str())
     if bos is not None and written.post_processor is None:
         token = tokenizer.id_to_token(bos)

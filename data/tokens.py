@@ -1,10 +1,11 @@
-"""Tokenised documents: in memory for one window of a stream, memory-mapped from the cache for everything else."""
+"""Documents as token ids: memory-mapped from the cache, or in memory for streams and documents with images."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,24 +17,31 @@ from tokenizers import Encoding, Tokenizer
 
 from data.cache import atomic_folder, locked
 from data.document import Control, Document, Picture, Source
-from data.errors import DataError, Policy, log
+from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings, plan_grid
 from data.tokenizer import EOS, identity, special_ids
 
-VERSION = 2  # raise when the layout of the cache or the tokens of a document change
-BATCH = 128  # documents handed to the tokenizer at once
+log = logging.getLogger(__name__)
+
+VERSION = 3  # raise it when the layout of the cache or the tokens of a document change
+BATCH = 128  # documents per call of the tokenizer
 
 
 @dataclass
 class TokenStore:
-    """Documents as token ids.
+    """Tokenised documents, one after another.
 
-    tokens: uint16 or uint32 [tokens]; document i is `tokens[offsets[i]:offsets[i + 1]]`: BOS (where the tokenizer has
-        one), text and image tokens, EOS.
-    byte_counts: uint32 [tokens] or None: the bytes of UTF-8 source text that each token stands for. They add up to the
-        documents exactly, whatever the tokenizer: EOS takes what a normaliser dropped at the end.
-    pictures: the images of each document that has any, in order.
-    taught: bool [tokens] or None: which tokens may be targets; None means all.
+    Attributes:
+        tokens: uint16 or uint32 [tokens]. Document i is `tokens[offsets[i]:offsets[i + 1]]`: BOS (if the tokenizer has
+            one), text and image tokens, EOS.
+        offsets: int64 [documents + 1].
+        byte_counts: uint32 [tokens], the bytes of UTF-8 source text behind each token, or None if they are not counted.
+            They add up to the bytes of the documents for every tokenizer: what a normaliser drops at the end of a text
+            counts towards EOS.
+        num_bytes: bytes of UTF-8 source text of all documents.
+        skipped, repaired: how many records were left out or repaired, by reason.
+        pictures: the images of each document that has any, in order.
+        loss_mask: bool [tokens], which tokens may be targets, or None if all may.
     """
 
     tokens: np.ndarray
@@ -43,32 +51,35 @@ class TokenStore:
     skipped: dict[str, int] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
     pictures: dict[int, list[Picture]] = field(default_factory=dict)
-    taught: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document as token ids, with the bytes behind each id if they are counted, and which of them are taught if
-    not all are."""
+    """One document as token ids. `byte_counts` and `loss_mask` are as in `TokenStore`, [tokens] or None."""
 
     document: Document
     ids: np.ndarray
     byte_counts: np.ndarray | None
-    taught: np.ndarray | None
+    loss_mask: np.ndarray | None
 
 
 class Encoder:
     """Turns documents into token ids: BOS, text and image spans in order, EOS.
 
-    `vision` is needed for documents with images; such a document may have at most `seq_len` tokens, since an image span
-    cannot be cut. `conversations`: documents say which of their parts are taught, and none is longer than `seq_len`.
+    Args:
+        seq_len: tokens of a row. Documents with images and conversations must fit into one, since they are never cut.
+        vision: sizes of image spans, or None to refuse images.
+        count_bytes: whether to count the bytes of source text behind each token.
+        conversations: whether documents say which of their parts are supervised.
     """
 
     def __init__(
@@ -84,9 +95,10 @@ class Encoder:
         self.special = special_ids(tokenizer)
         self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
-    def encode(self, documents: list[Document], policy: Policy) -> Iterator[Encoded]:
+    def encode(self, documents: list[Document], policy: BadRecordPolicy) -> Iterator[Encoded]:
+        """Tokenise a batch of documents. Those that cannot be used are reported to `policy`."""
         texts = [part for document in documents for part in document.parts if isinstance(part, str)]
-        # The fast variant gives no offsets, which only counting needs.
+        # The fast variant does not return offsets, which only counting needs.
         encode = self.tokenizer.encode_batch if self.count_bytes else self.tokenizer.encode_batch_fast
         encodings = iter(encode(texts, add_special_tokens=False))
         for document in documents:
@@ -102,15 +114,17 @@ class Encoder:
             else:
                 yield encoded
 
-    def encode_all(self, documents: Iterable[Document], policy: Policy) -> Iterator[Encoded]:
+    def encode_all(self, documents: Iterable[Document], policy: BadRecordPolicy) -> Iterator[Encoded]:
+        """Tokenise any number of documents, batch by batch."""
         documents = iter(documents)
         while batch := list(itertools.islice(documents, BATCH)):
             yield from self.encode(batch, policy)
 
     def _assemble(self, document: Document, encodings: Iterator[Encoding]) -> Encoded:
+        """One document from the encodings of its text parts, which are taken from `encodings`."""
         ids = [] if self.special.bos is None else [self.special.bos]
         counts, ends = [0] * len(ids), []
-        # The texts of a refused document are passed over too, so that the next one finds its own.
+        # Take all of them now: if this document is refused, the next one must still find its own.
         texts = [next(encodings) for part in document.parts if isinstance(part, str)]
         for part in document.parts:
             if isinstance(part, str):
@@ -123,17 +137,17 @@ class Encoder:
                 counts += [0] * (len(ids) - len(counts)) if self.count_bytes else []
             ends.append(len(ids))
         ids.append(self.special.eos)
-        byte_counts = taught = None
+        byte_counts = loss_mask = None
         if self.count_bytes:
             counts.append(len(document.text.encode()) - sum(counts))
             byte_counts = np.array(counts, np.uint32)
         if self.conversations:
-            lengths = np.diff([0, *ends, len(ids)])  # BOS counts to the first part, which is a header
-            taught = np.repeat([*document.taught, document.taught[-1]], lengths)
-        return Encoded(document, np.array(ids, self.dtype), byte_counts, taught)
+            lengths = np.diff([0, *ends, len(ids)])  # BOS goes with the first part, EOS with the last
+            loss_mask = np.repeat([*document.supervised, document.supervised[-1]], lengths)
+        return Encoded(document, np.array(ids, self.dtype), byte_counts, loss_mask)
 
     def _span(self, part: Picture | Control, document: Document) -> list[int]:
-        """The ids of a part that is no text."""
+        """The ids of an image or a control token."""
         if isinstance(part, Picture):
             if self.vision is None:
                 detail = "the model has no vision_config, or the tokenizer no image token"
@@ -142,20 +156,23 @@ class Encoder:
         ids = control_ids(self.tokenizer, part)
         if self.tokenizer.token_to_id(part.spelling) is None and part.spelling != EOS:
             if any(part.spelling in text for text in document.parts if isinstance(text, str)):
-                detail = f"{part.spelling}: the tokenizer has no token for it that would tell it from text"
-                raise DataError(document.file, document.line, "text spells a mark of the format", detail)
+                detail = f"{part.spelling} is part of the format, and the tokenizer has no token for it"
+                raise DataError(document.file, document.line, "text spells a control token", detail)
         return ids
 
 
 def control_ids(tokenizer: Tokenizer, part: Control) -> list[int]:
-    """The id of a control token; its spelling in text tokens if the tokenizer has none (EOS is found by its role)."""
+    """The id of a control token, or the ids of its spelling if the tokenizer does not have it. EOS is found by role."""
     found = special_ids(tokenizer).eos if part.spelling == EOS else tokenizer.token_to_id(part.spelling)
     return tokenizer.encode(part.spelling, add_special_tokens=False).ids if found is None else [found]
 
 
 def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """UTF-8 bytes of `text` that each token adds, from character offsets. Of several tokens that make up one character
-    the first has its bytes; characters between tokens count to the next."""
+    """How many UTF-8 bytes of `text` each token adds, given the tokens' character offsets.
+
+    If several tokens make up one character, its bytes count towards the first; characters between two tokens count
+    towards the second.
+    """
     position = None
     if not text.isascii():
         widths = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -169,8 +186,8 @@ def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
     return counts
 
 
-def collect(encoded: Iterable[Encoded], policy: Policy) -> TokenStore:
-    """A store in memory."""
+def collect(encoded: Iterable[Encoded], policy: BadRecordPolicy) -> TokenStore:
+    """Put encoded documents into a store in memory."""
     items = list(encoded)
     offsets = np.concatenate([[0], np.cumsum([len(e.ids) for e in items], dtype=np.int64)])
     counted = bool(items) and items[0].byte_counts is not None
@@ -182,7 +199,7 @@ def collect(encoded: Iterable[Encoded], policy: Policy) -> TokenStore:
         skipped=dict(policy.skipped),
         repaired=dict(policy.repaired),
         pictures={i: p for i, e in enumerate(items) if (p := _pictures(e.document))},
-        taught=np.concatenate([e.taught for e in items]) if items and items[0].taught is not None else None,
+        loss_mask=np.concatenate([e.loss_mask for e in items]) if items and items[0].loss_mask is not None else None,
     )
 
 
@@ -191,28 +208,29 @@ def _pictures(document: Document) -> list[Picture]:
 
 
 def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The documents of a source as token ids: from the cache in `folder`, or in memory where they may have images.
+    """The documents of a source as token ids: from the cache in `folder`, or in memory if they can have images.
 
-    source_id: the source's identity, which takes a pass over its files. Raises `DataError` under policy `stop`; then
-    nothing is left in the cache.
+    source_id: the identity of the source, passed because computing it takes a pass over the files. Raises `DataError`
+    for a bad record if `on_error` is `stop`; nothing is left in the cache then.
     """
     if encoder.vision is None:
         return _cached(source, source_id, encoder, on_error, folder)
-    policy = Policy(on_error)  # the cache holds no images
+    policy = BadRecordPolicy(on_error)  # the cache has no room for images
     return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
 
 
 def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The store of a text source: memory-mapped from the cache, tokenised into it first if it is not there."""
+    """The store of a source without images, memory-mapped from the cache. It is tokenised into the cache first if it is
+    not there yet."""
     known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
     if encoder.conversations:
-        known += f" {encoder.seq_len}"  # longer ones are left out
+        known += f" {encoder.seq_len}"  # conversations that are longer are refused
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
     with locked(path):
         if not path.exists():
             log.info("tokenising into %s", path)
             with atomic_folder(path) as temporary:
-                _write(source, encoder, Policy(on_error), temporary)
+                _write(source, encoder, BadRecordPolicy(on_error), temporary)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     return TokenStore(
         tokens=_map(path / "tokens.bin", encoder.dtype),
@@ -221,23 +239,23 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
         num_bytes=meta["bytes"],
         skipped=meta["skipped"],
         repaired=meta["repaired"],
-        taught=_map(path / "taught.bin", np.bool_) if encoder.conversations else None,
+        loss_mask=_map(path / "loss_mask.bin", np.bool_) if encoder.conversations else None,
     )
 
 
-def _write(source: Source, encoder: Encoder, policy: Policy, folder: Path) -> None:
+def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Path) -> None:
     lengths, num_bytes = [], 0
     documents = (document for document, _ in source.read(policy))
     with ExitStack() as files:
-        tokens, counts, taught = (
-            files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "taught")
+        tokens, byte_counts, loss_mask = (
+            files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "loss_mask")
         )
         for encoded in encoder.encode_all(documents, policy):
             _append(tokens, encoded.ids)
             if encoded.byte_counts is not None:
-                _append(counts, encoded.byte_counts)
-            if encoded.taught is not None:
-                _append(taught, encoded.taught)
+                _append(byte_counts, encoded.byte_counts)
+            if encoded.loss_mask is not None:
+                _append(loss_mask, encoded.loss_mask)
             lengths.append(len(encoded.ids))
             num_bytes += len(encoded.document.text.encode())
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))

@@ -1,4 +1,4 @@
-"""A conversation that has been checked, and efforts by name and number."""
+"""Conversations that have been checked, and reasoning efforts by name and number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool call: the id that its result names, the function, its arguments."""
+class ToolCall:
+    """A tool call: its id, which the result refers to, the name of the function, and its arguments."""
 
     id: str
     name: str
@@ -23,18 +23,30 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn or a system text. role: system, user (tool results included) or assistant."""
+    """A turn of a conversation.
+
+    Attributes:
+        role: "system", "user" (this includes the tool results of a user turn) or "assistant".
+        content: text, images and control tokens.
+        reasoning, tool_calls, supervised: of an assistant message; `supervised` says whether it may be trained on.
+    """
 
     role: str
     content: tuple[Part, ...]
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    taught: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
+    supervised: bool = False
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A checked record. thinking None: what has reasoning is; effort 1..100; with_tools: all reasoning stays."""
+    """A checked record.
+
+    Attributes:
+        thinking: whether its answers are in thinking mode; None: those that have reasoning.
+        effort: 1 to 100.
+        with_tools: whether it has tools, so that the reasoning of all answers is kept.
+    """
 
     messages: tuple[Message, ...]
     thinking: bool | None
@@ -43,7 +55,7 @@ class Conversation:
 
 
 def effort_budget(value: Any) -> int:
-    """1..100 of an effort by name or number. Raises ValueError for anything else; a bool is no number."""
+    """The number, 1 to 100, of an effort given by name or number. Raises ValueError for anything else, also a bool."""
     if isinstance(value, str) and value in EFFORTS:
         return EFFORTS[value]
     if type(value) is int and 1 <= value <= 100:

@@ -1,4 +1,4 @@
-"""Messages -> token ids up to where the answer begins."""
+"""Messages -> the token ids that a model continues with its answer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def prompt_ids(
     effort: str | int = DEFAULT_EFFORT,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation of text up to where the next answer begins, its header included.
+    """Token ids of a conversation without images, up to and including the header of the next answer.
 
-    Raises `DataError` for malformed messages.
+    thinking, effort, tools: as in a record (see the package's docstring). Raises `DataError` for malformed messages.
     """
     record = {"messages": messages, "thinking": thinking, "effort": effort, "tools": tools}
-    rendered = render(read_conversation(record, "messages", 0, answered=False), set())
+    rendered = render(read_conversation(record, "messages", 0, for_training=False), set())
     ids = [bos] if (bos := special_ids(tokenizer).bos) is not None else []
     for part in (*rendered.parts, Control(ASSISTANT), THINK if thinking else END_THINK):
         if isinstance(part, Picture):

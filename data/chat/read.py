@@ -1,4 +1,4 @@
-"""Record -> conversation: the OpenAI `messages` shape, checked field by field."""
+"""Record -> conversation. Every field of the OpenAI `messages` shape is checked."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.chat.conversation import DEFAULT_EFFORT, Call, Conversation, Message, effort_budget
+from data.chat.conversation import DEFAULT_EFFORT, Conversation, Message, ToolCall, effort_budget
 from data.chat.render import END_RESULT, RESULT, SEPARATOR, to_json, tool_list
 from data.document import Part, Picture, encodable, value_of
 from data.errors import DataError
 
 
 def read_conversation(
-    record: Any, file: str, line: int, field: str = "messages", answered: bool = True
+    record: Any, file: str, line: int, field: str = "messages", for_training: bool = True
 ) -> Conversation:
-    """Check a record. `answered`: it is for training, so it must end with an answer and teach something.
+    """Check a record. Raises `DataError` naming `file` and `line` if it is malformed.
 
-    Image paths are relative to the folder of `file`. Raises `DataError`.
+    for_training: the record must end with an answer and have one to supervise; otherwise it is a prompt, which must not
+    end with an answer. Image paths are relative to the folder of `file`.
     """
     items = value_of(record, field, file, line)
-    return _Reader(file, line).conversation(record, items, answered)
+    return _Reader(file, line).conversation(record, items, for_training)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one record; what it raises names the file and line."""
+    """Reads one record. Its errors name the record's file and line."""
 
     file: str
     line: int
@@ -36,16 +37,16 @@ class _Reader:
     def bad(self, reason: str, detail: str = "") -> DataError:
         return DataError(self.file, self.line, reason, detail)
 
-    def conversation(self, record: Mapping[str, Any], items: Any, answered: bool) -> Conversation:
+    def conversation(self, record: Mapping[str, Any], items: Any, for_training: bool) -> Conversation:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-            raise self.bad("messages are no list of objects", 'each must look like {"role": ..., "content": ...}')
+            raise self.bad("messages is not a list of objects", 'each must look like {"role": ..., "content": ...}')
         try:
             effort = effort_budget(DEFAULT_EFFORT if record.get("effort") is None else record["effort"])
         except ValueError as error:
             raise self.bad("wrong effort", str(error)) from None
         items = self._with_tools(items, record.get("tools"))
         messages = self._turns(items)
-        self._check_order(messages, answered)
+        self._check_order(messages, for_training)
         thinking = record.get("thinking")
         if not isinstance(thinking, bool | None):
             raise self.bad("wrong thinking", f"thinking={thinking!r}: must be true or false")
@@ -53,7 +54,7 @@ class _Reader:
         return Conversation(tuple(messages), thinking, effort, with_tools)
 
     def _with_tools(self, items: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-        """The record's own tools belong to its first system message, which is made if it is not there."""
+        """Move the tools of the record into its first system message, which is added if there is none."""
         if not tools:
             return items
         if any(item.get("tools") for item in items):
@@ -64,11 +65,12 @@ class _Reader:
         return [*items[:place], {**items[place], "tools": tools}, *items[place + 1 :]]
 
     def _turns(self, items: list[dict[str, Any]]) -> list[Message]:
+        """The messages of the record. Those of a user turn, tool results included, are joined into one."""
         messages: list[Message] = []
-        calls: tuple[Call, ...] = ()  # of the last answer, as long as results may follow
-        blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # of the open user turn: (call id of a result, parts)
+        calls: tuple[ToolCall, ...] = ()  # of the last answer, while their results can still follow
+        blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # of this user turn: (call id if it is a result, parts)
 
-        def close() -> None:
+        def close_turn() -> None:
             nonlocal calls
             self._check_results(calls, [call for call, _ in blocks if call is not None])
             if blocks:
@@ -89,20 +91,20 @@ class _Reader:
                 result = self._content(item, number)
                 blocks.append((self._name(item, "tool_call_id", number), (RESULT, *result, END_RESULT)))
             elif role in ("system", "developer"):
-                close()
+                close_turn()
                 content = self._content(item, number)
                 if tools := item.get("tools"):
                     content = (*content, SEPARATOR, *tool_list(self._tools(tools)))
                 messages.append(Message("system", content))
             elif role == "assistant":
-                close()
+                close_turn()
                 messages.append(self._answer(item, number))
-                calls = messages[-1].calls
+                calls = messages[-1].tool_calls
             else:
                 allowed = "system, developer, user, assistant, tool"
                 raise self.bad("unknown role", f"message {number} has role {role!r}; allowed are {allowed}")
         if blocks:
-            close()  # calls that nothing follows are what the last answer teaches
+            close_turn()  # not after a final answer: its tool calls have no results yet
         return messages
 
     def _answer(self, item: dict[str, Any], number: int) -> Message:
@@ -126,16 +128,16 @@ class _Reader:
         if not calls and not "".join(content).strip():
             raise self.bad("empty message", f"message {number} (assistant) has neither text nor tool calls")
         reasoning = encodable(reasoning or "", self.file, self.line)
-        return Message("assistant", content, reasoning, calls, weight == 1)
+        return Message("assistant", content, reasoning, calls, supervised=weight == 1)
 
-    def _call(self, call: Any, number: int) -> Call:
+    def _call(self, call: Any, number: int) -> ToolCall:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             shape = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
             raise self.bad("wrong tool call", f"message {number}: a call must look like {shape}")
         arguments = function.get("arguments")
         try:
-            for _ in range(2):  # as an object, as JSON, and as JSON inside a JSON string: all are met in data
+            for _ in range(2):  # an object, JSON, or JSON in a JSON string: all three occur in data sets
                 if isinstance(arguments, str):
                     arguments = json.loads(arguments) if arguments.strip() else {}
         except (json.JSONDecodeError, RecursionError) as error:
@@ -143,14 +145,14 @@ class _Reader:
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
-            raise self.bad("wrong tool arguments", f"message {number}: must be an object, is {arguments!r:.80}")
+            raise self.bad("wrong tool arguments", f"message {number}: must be an object, not {arguments!r:.80}")
         name = self._name(function, "name", number)
         if quoted := [text for text in (name, *arguments) if '"' in text]:
-            raise self.bad("wrong tool call", f"message {number}: the name {quoted[0]!r} has a quotation mark")
+            raise self.bad("wrong tool call", f"message {number}: the name {quoted[0]!r} contains a quotation mark")
         for text in (name, *arguments, *(value for value in arguments.values() if isinstance(value, str))):
             encodable(text, self.file, self.line)
         encodable(to_json(arguments), self.file, self.line)
-        return Call(self._name(call, "id", number), name, arguments)
+        return ToolCall(self._name(call, "id", number), name, arguments)
 
     def _tools(self, tools: Any) -> list[dict[str, Any]]:
         """The function schemas of tools in the OpenAI shape."""
@@ -164,37 +166,39 @@ class _Reader:
             encodable(to_json(function), self.file, self.line)
         return functions
 
-    def _check_results(self, calls: tuple[Call, ...], results: list[str]) -> None:
+    def _check_results(self, calls: tuple[ToolCall, ...], results: list[str]) -> None:
         known = [call.id for call in calls]
         for result in results:
             if result not in known:
-                raise self.bad("tool result without call", f"the last answer made no call {result!r}")
+                raise self.bad("tool result without call", f"the last answer has no tool call {result!r}")
         if sorted(known) != sorted(results):
             wrong = next(call for call in known if results.count(call) != 1)
             count = results.count(wrong)
-            raise self.bad("tool call without its result", f"call {wrong!r} has {count} results, it needs one")
+            raise self.bad("tool call without its result", f"tool call {wrong!r} has {count} results, it must have one")
 
-    def _check_order(self, messages: list[Message], answered: bool) -> None:
+    def _check_order(self, messages: list[Message], for_training: bool) -> None:
         roles = [message.role for message in messages]
-        if answered and not any(message.taught for message in messages):
-            raise self.bad("no supervised token", "no assistant message is there to be taught")
+        if for_training and not any(message.supervised for message in messages):
+            raise self.bad("no supervised token", "there is no assistant message with weight 1")
         if roles[0] == "assistant" or roles[:2] == ["system", "assistant"]:
-            raise self.bad("wrong order of messages", "an assistant message comes before any user message")
+            raise self.bad("wrong order of messages", "an assistant message comes before the first user message")
         if any(pair == ("assistant", "assistant") for pair in zip(roles, roles[1:], strict=False)):
             raise self.bad("wrong order of messages", "two assistant messages follow each other; join them")
-        if answered and roles[-1] != "assistant":
-            raise self.bad("wrong order of messages", f"the last message is {roles[-1]}, it must be an answer")
-        if not answered and (roles[-1] == "assistant" or roles == ["system"]):
+        if for_training and roles[-1] != "assistant":
+            raise self.bad(
+                "wrong order of messages", f"the last message is from {roles[-1]}, it must be from assistant"
+            )
+        if not for_training and (roles[-1] == "assistant" or roles == ["system"]):
             raise self.bad("wrong order of messages", "a prompt must end with a user message or tool results")
 
     def _name(self, item: dict[str, Any], key: str, number: int) -> str:
         value = item.get(key)
         if not isinstance(value, str) or not value:
-            raise self.bad("wrong tool call", f"message {number}: {key} must be a text, is {value!r}")
+            raise self.bad("wrong tool call", f"message {number}: {key} must be a non-empty string, not {value!r}")
         return value
 
     def _content(self, item: dict[str, Any], number: int, images: bool = False) -> tuple[Part, ...]:
-        """The parts of a message's content, joined by blank lines."""
+        """The content of a message, its parts joined by blank lines."""
         content, role = item.get("content"), item.get("role")
         if isinstance(content, str):
             return (encodable(content, self.file, self.line),)
@@ -208,15 +212,15 @@ class _Reader:
             elif kind in ("image", "image_url") and images:
                 blocks.append((None, (self._image(part[kind] if kind in part else part, number),)))
             elif kind in ("image", "image_url"):
-                raise self.bad("wrong content", f"message {number}: images are for user messages, not for {role}")
+                raise self.bad("wrong content", f"message {number}: only user messages can have images, not {role}")
             else:
                 detail = f"message {number}: a part must have type text (and text), image or image_url"
                 raise self.bad("wrong content", detail)
         return _joined(blocks)
 
     def _image(self, value: Any, number: int) -> Picture:
-        """An image given as path, data: address, base64 or bytes: {"path"|"url"|"base64"|"bytes": ...} or the value."""
-        from data.images import open_picture  # Pillow: needed by conversations with images only
+        """An image given as {"path"|"url"|"base64"|"bytes": ...}, or as a path, a data: URL or bytes."""
+        from data.images import open_picture  # needs Pillow and torch
 
         kind = "path"
         if isinstance(value, dict):
@@ -232,22 +236,23 @@ class _Reader:
         if isinstance(value, bytes):
             return open_picture(value, self.file, self.line)
         if not isinstance(value, str):
-            raise self.bad("wrong content", f"message {number}: an image is a path, a data: address, base64 or bytes")
+            raise self.bad("wrong content", f"message {number}: an image must be a path, a data: URL, base64 or bytes")
         if "://" in value:
-            raise self.bad("image is not on this machine", f"message {number}: {value:.80}; give a path or base64")
+            raise self.bad("image is not a local file", f"message {number}: {value:.80}; give a path or base64")
         return open_picture(Path(self.file).parent / value, self.file, self.line)
 
 
 def _in_call_order(
-    blocks: list[tuple[str | None, tuple[Part, ...]]], calls: tuple[Call, ...]
+    blocks: list[tuple[str | None, tuple[Part, ...]]], calls: tuple[ToolCall, ...]
 ) -> list[tuple[str | None, tuple[Part, ...]]]:
-    """The blocks of a user turn with tool results in the order of their calls, whatever order they came in."""
+    """The blocks of a user turn, its tool results sorted by the order of their calls."""
     order = {call.id: number for number, call in enumerate(calls)}
     results = iter(sorted((block for block in blocks if block[0] is not None), key=lambda block: order[block[0]]))
     return [block if block[0] is None else next(results) for block in blocks]
 
 
 def _joined(blocks: Iterable[tuple[Any, tuple[Part, ...]]]) -> tuple[Part, ...]:
+    """The parts of all blocks, with a blank line between blocks."""
     joined: list[Part] = []
     for _, parts in blocks:
         joined += [SEPARATOR, *parts] if joined else parts

@@ -1,4 +1,4 @@
-"""Conversation -> documents: parts in the V4.1 format (see the package's description) and which are supervised."""
+"""Conversation -> documents: parts in the V4.1 format (see the package's docstring), and which are supervised."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data.chat.conversation import EFFORT_LINE, Call, Conversation
+from data.chat.conversation import EFFORT_LINE, Conversation, ToolCall
 from data.document import Control, Document, Part
 from data.tokenizer import ASSISTANT, EOS, SYSTEM, USER
 
-REQUIRED = (USER, ASSISTANT, SYSTEM, "<think>", "</think>")  # tokens that a tokenizer must have for conversations
+# Without these tokens a tokenizer cannot encode the format.
+REQUIRED_TOKENS = (USER, ASSISTANT, SYSTEM, "<think>", "</think>")
 THINK, END_THINK = Control("<think>"), Control("</think>")
 RESULT, END_RESULT = Control("<tool_result>"), Control("</tool_result>")
 MARKUP = Control("｜DSML｜")
@@ -19,50 +20,51 @@ SEPARATOR = "\n\n"
 
 
 def documents(conversation: Conversation, file: str, line: int, key: bytes | None = None) -> Iterator[Document]:
-    """What a conversation is trained as; every taught answer is taught in exactly one document.
+    """The documents to train on. Every supervised answer is supervised in exactly one of them.
 
-    file, line, key: where the documents came from, and what keeps them on one side of a split (`Document.record`).
+    file, line, key: where the record came from, and the `Document.record` that keeps them on one side of a split.
     """
     messages = conversation.messages
-    taught = [number for number, message in enumerate(messages) if message.taught]
+    answers = [number for number, message in enumerate(messages) if message.supervised]
     thinking = conversation.thinking
     if thinking is None:
         thinking = any(message.reasoning for message in messages)
-    cases = [(replace(conversation, thinking=thinking), set(taught))]
+    cases = [(replace(conversation, thinking=thinking), set(answers))]
     if thinking and not conversation.with_tools:
-        modes = [conversation.thinking or bool(messages[number].reasoning) for number in taught]
-        ends = zip(taught, modes, strict=True)
+        modes = [conversation.thinking or bool(messages[number].reasoning) for number in answers]
+        ends = zip(answers, modes, strict=True)
         cases = [(replace(conversation, messages=messages[: end + 1], thinking=mode), {end}) for end, mode in ends]
-    for case, answers in cases:
-        rendered = render(case, answers)
-        # An encoder closes a document by EOS itself; that one is taught with what stands before it.
-        yield Document(tuple(rendered.parts[:-1]), file, line, tuple(rendered.taught[:-1]), key)
+    for case, supervised in cases:
+        rendered = render(case, supervised)
+        # Without the last EOS: the encoder adds it to every document, supervised like the part before it.
+        yield Document(tuple(rendered.parts[:-1]), file, line, tuple(rendered.supervised[:-1]), key)
 
 
 @dataclass
 class Rendered:
-    """Parts in reading order and whether each is taught.
+    """Parts in reading order, and whether each is supervised.
 
-    Text between two control tokens is one part: it must be tokenised as it is when a model reads or writes it.
+    The text between two control tokens is a single part, because it must be tokenised as a whole, as it is when a model
+    reads or writes it.
     """
 
     parts: list[Part] = field(default_factory=list)
-    taught: list[bool] = field(default_factory=list)
+    supervised: list[bool] = field(default_factory=list)
 
-    def add(self, *parts: Part, taught: bool = False) -> None:
+    def add(self, *parts: Part, supervised: bool = False) -> None:
         for part in parts:
             if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
-                assert self.taught[-1] == taught, "a control token stands where supervision begins or ends"
+                assert self.supervised[-1] == supervised, "supervision begins and ends at control tokens"
                 self.parts[-1] += part
             elif part != "":
                 self.parts.append(part)
-                self.taught.append(taught)
+                self.supervised.append(supervised)
 
 
-def render(conversation: Conversation, taught: set[int]) -> Rendered:
-    """The parts of a conversation, without BOS; `taught` are the numbers of the messages to supervise."""
+def render(conversation: Conversation, supervised: set[int]) -> Rendered:
+    """The parts of a conversation, without BOS. `supervised` has the numbers of the messages that are supervised."""
     rendered, messages, thinking = Rendered(), conversation.messages, conversation.thinking
-    opened = max(number for number, message in enumerate(messages) if message.role != "assistant")
+    last_turn = max(number for number, message in enumerate(messages) if message.role != "assistant")
     if thinking or messages[0].role == "system":
         rendered.add(Control(SYSTEM))
     if thinking:
@@ -73,14 +75,16 @@ def render(conversation: Conversation, taught: set[int]) -> Rendered:
         elif message.role == "user":
             rendered.add(Control(USER), *message.content)
         else:
-            reasons = thinking and (conversation.with_tools or number > opened)
-            body = (message.reasoning, END_THINK) if reasons else ()
-            rendered.add(Control(ASSISTANT), THINK if reasons else END_THINK)
-            rendered.add(*body, *message.content, *_calls(message.calls), Control(EOS), taught=number in taught)
+            with_reasoning = thinking and (conversation.with_tools or number > last_turn)
+            body = (message.reasoning, END_THINK) if with_reasoning else ()
+            rendered.add(Control(ASSISTANT), THINK if with_reasoning else END_THINK)
+            rendered.add(
+                *body, *message.content, *_calls(message.tool_calls), Control(EOS), supervised=number in supervised
+            )
     return rendered
 
 
-def _calls(calls: tuple[Call, ...]) -> Iterator[Part]:
+def _calls(calls: tuple[ToolCall, ...]) -> Iterator[Part]:
     if not calls:
         return
     yield from (SEPARATOR + "<", MARKUP, " calls>\n")
@@ -95,7 +99,7 @@ def _calls(calls: tuple[Call, ...]) -> Iterator[Part]:
 
 
 def tool_list(tools: list[dict[str, Any]]) -> Iterator[Part]:
-    """What the system text says about the tools: how to call them, then their schemas."""
+    """The part of the system text about tools: how to call them, and their schemas."""
     yield "## Tools\n\nThe functions below can be called. A call looks like this, with one parameter a line:\n\n<"
     yield from (MARKUP, " calls>\n<", MARKUP, ' invoke name="FUNCTION">\n<', MARKUP)
     yield from (' parameter name="PARAMETER" string="true|false">VALUE</', MARKUP, " parameter>\n</", MARKUP)

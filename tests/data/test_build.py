@@ -1,3 +1,6 @@
+import json
+import os
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -43,6 +46,17 @@ def test_training_is_deterministic_and_sees_the_train_split_only(tmp_path, texts
 
 def _train_files(cfg):
     return open_sources(cfg)[0].files
+
+
+def test_tokenizer_training_and_validation_read_a_file_for_its_hash_once(tmp_path, texts, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    os.utime(path, (10**9, 10**9))
+    reads = []
+    monkeypatch.setattr("data.files._read_hash", lambda path: reads.append(path) or b"hash")
+    cfg = DataConfig("jsonl", [str(path)], cache_dir=str(tmp_path / "cache"), vocab_size=512, validation_share=0.3)
+    build_loaders(cfg, load_tokenizer(cfg), seq_len=64, batch_size=2)
+    assert reads == [path]
 
 
 def test_every_problem_of_the_arguments_is_reported_at_once(tokenizer):

@@ -5,13 +5,13 @@ import torch
 
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.digits import NAMES, DigitSource
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 
 from .conftest import VISION
 
 
 def digits(split):
-    return [document for document, _ in DigitSource(split, 0.1).read(Policy("stop"))]
+    return [document for document, _ in DigitSource(split, 0.1).read(BadRecordPolicy("stop"))]
 
 
 def test_digits_are_split_without_overlap_and_keep_their_names():

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from data import DataConfig, DataError, build_loaders, special_ids
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.files import find_files
 from data.images import END, IMAGE, NEWLINE, START, VisionSettings, open_picture, plan_grid, preprocess
 from data.sources import ImageTextLines
@@ -121,11 +121,11 @@ def test_images_that_cannot_be_used_are_refused_by_name_before_training(folder):
         (folder / "bad.jsonl").write_text(record("fine") + record(f"@{name}", "text"))
         source = ImageTextLines(find_files([str(folder / "bad.jsonl")], (".jsonl",)), "content")
         with pytest.raises(DataError) as caught:
-            list(source.read(Policy("stop")))
+            list(source.read(BadRecordPolicy("stop")))
         error = caught.value
         assert (error.file, error.line, error.reason) == (str(folder / "bad.jsonl"), 2, reason), name
         assert name in str(error) and "\n" not in str(error)
-        policy = Policy("skip")
+        policy = BadRecordPolicy("skip")
         assert len(list(source.read(policy))) == 1 and policy.skipped == {reason: 1}
 
 
@@ -141,8 +141,8 @@ def test_whatever_a_decoder_raises_names_the_image(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("text", "field is no list of parts"),
-        ([], "field is no list of parts"),
+        ("text", "field is not a list of parts"),
+        ([], "field is not a list of parts"),
         (["text"], "part is neither text nor image"),
         ([{"type": "video", "video": "a"}], "part is neither text nor image"),
         ([{"type": "text", "image": "a"}], "part is neither text nor image"),
@@ -152,7 +152,7 @@ def test_malformed_parts_are_refused(folder, content, reason):
     (folder / "bad.jsonl").write_text(json.dumps({"content": content}))
     source = ImageTextLines(find_files([str(folder / "bad.jsonl")], (".jsonl",)), "content")
     with pytest.raises(DataError) as caught:
-        list(source.read(Policy("stop")))
+        list(source.read(BadRecordPolicy("stop")))
     assert caught.value.reason == reason and caught.value.line == 1
 
 

@@ -1,12 +1,12 @@
 import pytest
 
 from data import DataConfig, DataError
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.open import open_sources
 
 
 def texts(source):
-    return [document.text for document, _ in source.read(Policy("stop"))]
+    return [document.text for document, _ in source.read(BadRecordPolicy("stop"))]
 
 
 def test_the_standard_library_is_split_by_file_without_tests_or_other_packages():
@@ -37,7 +37,7 @@ def test_held_out_files_are_not_trained_on(tmp_path):
     paths, named = [str(tmp_path)], [str(tmp_path / "b.txt")]
     train, held_out = map(texts, open_sources(DataConfig(source="text", paths=paths, validation_paths=named)))
     assert (train, held_out) == (["a"], ["b"])
-    with pytest.raises(DataError, match="names every file of data.paths"):
+    with pytest.raises(DataError, match="includes every file of data.paths"):
         open_sources(DataConfig(source="text", paths=paths, validation_paths=paths))
 
 

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from data import DataConfig, DataError, build_loaders
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.files import find_files
 from data.open import open_sources
 from data.sources import HashSplit, JsonLines, Parquet, TextFiles
@@ -21,7 +21,7 @@ def jsonl(path, *lines):
 
 
 def texts(source, policy=None, position=None):
-    return [document.text for document, _ in source.read(policy or Policy("stop"), position)]
+    return [document.text for document, _ in source.read(policy or BadRecordPolicy("stop"), position)]
 
 
 def refused(source):
@@ -49,7 +49,7 @@ def test_bad_text_files_are_refused_with_file_line_and_reason(tmp_path):
 def test_skip_counts_by_reason_and_goes_on(tmp_path, caplog):
     for name, data in {"1.txt": b"", "2.txt": b"\xff", "3.txt": b"kept", "4.txt": b"", "5.txt": b"kept too"}.items():
         (tmp_path / name).write_bytes(data)
-    policy = Policy("skip")
+    policy = BadRecordPolicy("skip")
     assert texts(TextFiles(find_files([str(tmp_path)], (".txt",))), policy) == ["kept", "kept too"]
     assert policy.skipped == {"empty file": 2, "invalid UTF-8": 1}
     assert sum("1.txt" in message or "4.txt" in message for message in caplog.messages) == 1
@@ -57,7 +57,7 @@ def test_skip_counts_by_reason_and_goes_on(tmp_path, caplog):
 
 def test_a_utf8_byte_order_mark_is_repaired_and_named(tmp_path, caplog):
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "text\ufeff".encode())
-    policy = Policy("stop")
+    policy = BadRecordPolicy("stop")
     assert texts(TextFiles(find_files([str(tmp_path)], (".txt",))), policy) == ["text\ufeff"]
     assert policy.repaired == {"UTF-8 byte order mark": 1} and "a.txt:1: UTF-8 byte order mark" in caplog.text
 
@@ -90,13 +90,13 @@ def test_unicode_line_separators_do_not_end_a_json_line(tmp_path):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (b"[1]", "record is no object"),
-        (b'"text"', "record is no object"),
-        (b"null", "record is no object"),
+        (b"[1]", "record is not an object"),
+        (b'"text"', "record is not an object"),
+        (b"null", "record is not an object"),
         (b'{"body": "x"}', "wrong field"),
-        (b'{"text": 3}', "field is no string"),
-        (b'{"text": null}', "field is no string"),
-        (b'{"text": ["x"]}', "field is no string"),
+        (b'{"text": 3}', "field is not a string"),
+        (b'{"text": null}', "field is not a string"),
+        (b'{"text": ["x"]}', "field is not a string"),
         (b'{"text": " "}', "empty text"),
         (b'{"text": "x"', "invalid JSON"),
         (b"[" * 100_000, "invalid JSON"),
@@ -110,7 +110,7 @@ def test_bad_json_records_are_refused_or_skipped(tmp_path, record, reason):
     source = jsonl(tmp_path / "a.jsonl", {"text": "one"}, record, {"text": "three"})
     error = refused(source)
     assert (error.file, error.line, error.reason) == (str(tmp_path / "a.jsonl"), 2, reason)
-    policy = Policy("skip")
+    policy = BadRecordPolicy("skip")
     assert texts(source, policy) == ["one", "three"] and policy.skipped == {reason: 1}
 
 
@@ -122,13 +122,13 @@ def test_reading_continues_at_a_position_without_reading_what_came_before(tmp_pa
     jsonl(tmp_path / "a.jsonl", *({"text": f"a{n}"} for n in range(5)))
     jsonl(tmp_path / "b.jsonl", *({"text": f"b{n}"} for n in range(5)))
     source = JsonLines(find_files([str(tmp_path)], (".jsonl",)), "text")
-    reading = source.read(Policy("stop"))
+    reading = source.read(BadRecordPolicy("stop"))
     positions = [json.loads(json.dumps(after())) for _, after in reading]
     expected = texts(source)
     (tmp_path / "a.jsonl").write_bytes(b"\xff" * (tmp_path / "a.jsonl").stat().st_size)  # must not be looked at again
     for done, position in list(enumerate(positions, 1))[4:]:
         assert texts(source, position=position) == expected[done:]
-    error_line = next(iter(source.read(Policy("stop"), positions[6])))[0].line
+    error_line = next(iter(source.read(BadRecordPolicy("stop"), positions[6])))[0].line
     assert error_line == 3
 
 
@@ -139,7 +139,7 @@ def write_parquet(path, values, kind=None, **options):
 
 def test_parquet_rows_become_documents_from_any_position(tmp_path):
     source = write_parquet(tmp_path / "a.parquet", [f"row {n}" for n in range(10)], row_group_size=3)
-    pairs = [(document, after()) for document, after in source.read(Policy("stop"))]
+    pairs = [(document, after()) for document, after in source.read(BadRecordPolicy("stop"))]
     assert [(d.text, d.line) for d, _ in pairs] == [(f"row {n}", n + 1) for n in range(10)]
     for done, (_, position) in enumerate(pairs, 1):
         assert texts(source, position=position) == [f"row {n}" for n in range(done, 10)]
@@ -147,11 +147,11 @@ def test_parquet_rows_become_documents_from_any_position(tmp_path):
 
 def test_bad_parquet_is_refused_with_file_row_and_reason(tmp_path):
     bad = write_parquet(tmp_path / "null.parquet", ["a", None])
-    assert (refused(bad).line, refused(bad).reason) == (2, "field is no string")
+    assert (refused(bad).line, refused(bad).reason) == (2, "field is not a string")
     invalid = pyarrow.array([b"ok", b"bad \xff"], pyarrow.binary()).view(pyarrow.string())
     bad = write_parquet(tmp_path / "utf8.parquet", invalid)
     assert (refused(bad).line, refused(bad).reason) == (2, "invalid UTF-8")
-    assert refused(write_parquet(tmp_path / "number.parquet", [1, 2])).reason == "field is no string"
+    assert refused(write_parquet(tmp_path / "number.parquet", [1, 2])).reason == "field is not a string"
     bad.field = "body"
     assert refused(bad).reason == "wrong field" and "'text'" in str(refused(bad))
     (tmp_path / "junk.parquet").write_bytes(b"PAR1 no parquet at all")
@@ -176,14 +176,16 @@ def test_a_local_dataset_folder_reads_and_resumes_exactly(dataset_folder, stream
     expected = texts(train)
     assert Counter(expected + texts(validation)) == Counter(f"{part}{n}" for part in "ab" for n in range(25))
     assert texts(train) == expected  # a second pass starts at the beginning
-    positions = [json.loads(json.dumps(after())) for _, after in train.read(Policy("stop"))]
+    positions = [json.loads(json.dumps(after())) for _, after in train.read(BadRecordPolicy("stop"))]
     for done in (1, 17, 30, len(expected)):
         assert texts(train, position=positions[done - 1]) == expected[done:]
     assert texts(train) == expected
     # Two passes that run at the same time must not move each other.
     later = [
         json.loads(json.dumps(a[1]()))
-        for a, _ in zip(train.read(Policy("stop")), train.read(Policy("stop"), positions[2]), strict=False)
+        for a, _ in zip(
+            train.read(BadRecordPolicy("stop")), train.read(BadRecordPolicy("stop"), positions[2]), strict=False
+        )
     ]
     assert texts(train, position=later[9]) == expected[10:]
 

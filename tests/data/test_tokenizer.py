@@ -86,7 +86,7 @@ def test_a_tokenizer_whose_merges_spell_a_control_token_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "missing file"), ("{}", "no tokenizer"), ("no json", "no tokenizer")]
+    ("content", "reason"), [(None, "missing file"), ("{}", "not a tokenizer"), ("no json", "not a tokenizer")]
 )
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, content, reason):
     if content is not None:

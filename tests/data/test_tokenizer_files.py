@@ -70,7 +70,7 @@ def test_the_template_writes_the_prompts_of_the_data(exported, case: str) -> Non
         assert found == expected
 
 
-def test_the_template_writes_answers_as_they_are_taught(exported) -> None:
+def test_the_template_writes_answers_as_they_are_trained_on(exported) -> None:
     ours, theirs, _ = exported
     record = {"messages": [user("1+1?"), assistant("2", "easy")], "thinking": True}
     (document,) = documents(read_conversation(record, "f", 1), "f", 1)

@@ -3,7 +3,7 @@ import unicodedata
 from tokenizers import normalizers
 
 from data.document import Document
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.tokens import Encoder, bytes_per_token
 from tests.data.conftest import foreign
 
@@ -26,5 +26,5 @@ def test_bytes_are_those_of_the_source_when_a_normalizer_changes_the_text():
     assert bytes_per_token(text, tokenizer.encode(text).offsets) == [1, 4, 2]
     tokenizer.add_special_tokens(["</s>"])
     encoder = Encoder(tokenizer, 8, None, count_bytes=True)
-    encoded = next(encoder.encode([Document((text + "  ",), "file", 0)], Policy("stop")))
+    encoded = next(encoder.encode([Document((text + "  ",), "file", 0)], BadRecordPolicy("stop")))
     assert encoded.byte_counts.tolist() == [1, 4, 2, 2]  # what the normaliser dropped at the end counts to EOS

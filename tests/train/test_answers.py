@@ -52,7 +52,7 @@ def test_counting_by_conversation() -> None:
 
 def test_the_most_frequent_answer() -> None:
     tokens, taught = np.arange(10) % 5, np.array([False, False, False, True, True] * 2)
-    store = SimpleNamespace(tokens=tokens, taught=taught, offsets=np.array([0, 5, 9, 10]))
+    store = SimpleNamespace(tokens=tokens, loss_mask=taught, offsets=np.array([0, 5, 9, 10]))
     share, answer = most_frequent(SimpleNamespace(window=SimpleNamespace(store=store, rows=SimpleNamespace(
         document=np.array([0, 1, 2])))))  # fmt: skip
     assert share == 1 / 3 and answer.tolist() in ([3, 4], [3], [4])

@@ -47,6 +47,6 @@ def most_frequent(loader: Any) -> tuple[float, Tensor]:
     answers: Counter[tuple[int, ...]] = Counter()
     for document in set(rows.document.tolist()):
         span = slice(store.offsets[document], store.offsets[document + 1])
-        answers[tuple(store.tokens[span][store.taught[span]].tolist())] += 1
+        answers[tuple(store.tokens[span][store.loss_mask[span]].tolist())] += 1
     answer, count = answers.most_common(1)[0]
     return count / answers.total(), torch.tensor(answer)

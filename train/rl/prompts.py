@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data import DataError
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.files import decode
 from train.errors import InputError
 from train.rl.rewards.worker import load
@@ -145,7 +145,7 @@ def _read(path: Path, check: Check) -> list[dict[str, Any]]:
     records = []
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
-            text = decode(raw, str(path), Policy("stop"), line)
+            text = decode(raw, str(path), BadRecordPolicy("stop"), line)
             if not text.strip():
                 continue
             try:

@@ -6,7 +6,7 @@ from PIL import Image
 
 from data.chat.read import read_conversation
 from data.chat.render import documents
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.tokenizer import CONTROL_TOKENS
 from data.tokens import Encoder
 
@@ -39,18 +39,18 @@ def picture(color=(200, 10, 10), size=(24, 16)):
 
 
 def encode(tokenizer, record, policy=None, vision=None, seq_len=2000):
-    """The documents of a record, each as (ids, taught)."""
+    """The documents of a record, each as (ids, loss mask)."""
     found = list(documents(read_conversation(record, "f.jsonl", 1), "f.jsonl", 1))
     encoder = Encoder(tokenizer, seq_len, vision, count_bytes=True, conversations=True)
-    return [(e.ids.tolist(), e.taught.tolist()) for e in encoder.encode(found, policy or Policy("stop"))]
+    return [(e.ids.tolist(), e.loss_mask.tolist()) for e in encoder.encode(found, policy or BadRecordPolicy("stop"))]
 
 
 def expected(tokenizer, *parts):
-    """Ids and mask written by hand: a control token or text is not taught, one in a list is."""
-    ids, taught = [], []
+    """Ids and mask written by hand: a control token or text is not supervised, one in a list is."""
+    ids, mask = [], []
     for part in parts:
         text = part[0] if isinstance(part, list) else part
         new = [tokenizer.token_to_id(text)] if text in CONTROL_TOKENS else tokenizer.encode(text).ids
         ids += new
-        taught += [isinstance(part, list)] * len(new)
-    return ids, taught
+        mask += [isinstance(part, list)] * len(new)
+    return ids, mask

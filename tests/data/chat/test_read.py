@@ -14,7 +14,7 @@ def test_images_that_cannot_be_used_are_refused_by_name(tokenizer, tmp_path):
         ("unknown image format", {"bytes": base64.b64encode(b"no image").decode()}),
         ("corrupt image", {"base64": "###"}),
         ("corrupt image", {"base64": "é"}),
-        ("image is not on this machine", {"url": "https://example.org/a.png"}),
+        ("image is not a local file", {"url": "https://example.org/a.png"}),
         ("wrong content", {"color": "red"}),
     ]
     for reason, image in images:
@@ -29,11 +29,11 @@ def test_images_that_cannot_be_used_are_refused_by_name(tokenizer, tmp_path):
 
 
 BAD = [
-    ({"messages": []}, "messages are no list of objects"),
-    ({"messages": "hi"}, "messages are no list of objects"),
-    ({"messages": [user("a"), "b"]}, "messages are no list of objects"),
+    ({"messages": []}, "messages is not a list of objects"),
+    ({"messages": "hi"}, "messages is not a list of objects"),
+    ({"messages": [user("a"), "b"]}, "messages is not a list of objects"),
     ({"text": "x"}, "wrong field"),
-    ([], "record is no object"),
+    ([], "record is not an object"),
     ({"messages": [user("a")]}, "no supervised token"),
     ({"messages": [user("a"), assistant("b", weight=0)]}, "no supervised token"),
     ({"messages": [user("a"), assistant("b"), user("c")]}, "wrong order of messages"),

@@ -24,7 +24,7 @@ def test_without_system_text_a_chat_has_no_system_token(tokenizer):
     record = {"messages": [user("Hi"), assistant("Hello."), user("Bye"), assistant("So long.")]}
     first = (BOS, USER, "Hi", ASSISTANT, "</think>", ["Hello."], [EOS])
     parts = (*first, USER, "Bye", ASSISTANT, "</think>", ["So long."], [EOS])
-    assert encode(tokenizer, record) == [expected(tokenizer, *parts)], "chat turns stay one document, all taught"
+    assert encode(tokenizer, record) == [expected(tokenizer, *parts)], "chat turns stay one document, all supervised"
 
 
 @pytest.mark.parametrize(("effort", "number"), [(None, 75), ("low", 50), ("high", 75), ("max", 100), (1, 1), (37, 37)])
@@ -76,7 +76,7 @@ def test_tools_keep_reasoning_and_their_results_follow_the_order_of_the_calls(to
         ],
         "tools": [TOOL],
     }
-    [(ids, taught)] = encode(tokenizer, record)
+    [(ids, mask)] = encode(tokenizer, record)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     head, _, rest = text.partition(USER)
     assert head.startswith(BOS + SYSTEM + EFFORT.format(75) + "\n\n## Tools\n\n")
@@ -97,7 +97,7 @@ def test_tools_keep_reasoning_and_their_results_follow_the_order_of_the_calls(to
     turns = ["Weather?", ASSISTANT, "<think>", "Two cities.</think>" + block + EOS, USER, results, ASSISTANT]
     turns += ["<think>", "Now I know.</think>Sun and snow." + EOS]
     assert rest == "".join(turns)
-    shown = tokenizer.decode(np.array(ids)[taught].tolist(), skip_special_tokens=False)
+    shown = tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False)
     assert shown == turns[3] + turns[8]
     assert ids.count(tokenizer.token_to_id("<tool_result>")) == 2
     parts = next(iter(documents(read_conversation(record, "f.jsonl", 1), "f.jsonl", 1))).parts
@@ -105,10 +105,10 @@ def test_tools_keep_reasoning_and_their_results_follow_the_order_of_the_calls(to
     assert (True, True) not in zip(texts, texts[1:], strict=False), "text is tokenised as a whole"
 
 
-def test_a_final_tool_call_is_taught_and_no_arguments_are_none(tokenizer):
+def test_a_final_tool_call_is_supervised_and_no_arguments_are_none(tokenizer):
     record = {"messages": [user("Go"), assistant(None, tool_calls=[call("x", "")])], "tools": [TOOL]}
-    [(ids, taught)] = encode(tokenizer, record)
-    shown = tokenizer.decode(np.array(ids)[taught].tolist(), skip_special_tokens=False)
+    [(ids, mask)] = encode(tokenizer, record)
+    shown = tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False)
     block = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
     assert shown == "\n\n" + block + EOS
 
@@ -120,9 +120,9 @@ def test_a_tokenizer_with_a_token_for_the_mark_of_tool_calls_uses_it(tokenizer):
     richer = guard(type(tokenizer).from_str(json.dumps(state)), "test")
     mark = richer.token_to_id("｜DSML｜")
     record = {"messages": [user("｜DSML｜"), assistant(None, tool_calls=[call("x", {"a": "｜DSML｜"})])]}
-    [(ids, taught)] = encode(richer, record)
-    assert ids.count(mark) == 6 and sum(np.array(ids)[taught] == mark) == 6, "the two in text are text"
-    with pytest.raises(DataError, match="text spells a mark of the format"):
+    [(ids, mask)] = encode(richer, record)
+    assert ids.count(mark) == 6 and sum(np.array(ids)[mask] == mark) == 6, "the two in text are text"
+    with pytest.raises(DataError, match="text spells a control token"):
         encode(tokenizer, record)
 
 

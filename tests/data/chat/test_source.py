@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data import DataConfig, DataError, build_loaders, special_ids
-from data.errors import Policy
+from data.errors import BadRecordPolicy
 from data.images import VisionSettings, plan_grid
 from data.open import open_sources
 from data.tokenizer import guard
@@ -62,18 +62,18 @@ def test_images_as_path_bytes_and_base64_become_the_same_spans(tokenizer, tmp_pa
     train, valid = build_loaders(cfg, tokenizer, seq_len=40, batch_size=len(lines), vision=VISION)
     batch = next(iter(train))
     image = "<｜deepseek_image｜>"
-    ids, taught = expected(tokenizer, BOS, USER, *[image] * span, "\n\nColour?", ASSISTANT, "</think>", ["Red."], [EOS])
+    ids, mask = expected(tokenizer, BOS, USER, *[image] * span, "\n\nColour?", ASSISTANT, "</think>", ["Red."], [EOS])
     assert len(ids) < 40 < 2 * len(ids), "one to a row"
     for row in range(len(lines)):
         assert batch["input_ids"][row, : len(ids)].tolist() == ids
-        assert (batch["labels"][row, : len(ids)] >= 0).tolist() == taught
+        assert (batch["labels"][row, : len(ids)] >= 0).tolist() == mask
         assert (batch["vision_token_types"][row] >= 0).sum() == span
     patches = batch["pixel_values"].view(len(lines), -1)
     assert (patches == patches[0]).all() and len(batch["image_grid_hws"]) == len(lines)
-    assert valid.target_tokens == sum(taught) and valid.target_bytes == len("Red.")
+    assert valid.target_tokens == sum(mask) and valid.target_bytes == len("Red.")
 
 
-def test_batches_teach_every_answer_once_an_epoch(chats, tokenizer):
+def test_batches_supervise_every_answer_once_an_epoch(chats, tokenizer):
     train, valid = build_loaders(chats, tokenizer, seq_len=256, batch_size=1, seed=3)
     special, seen = special_ids(tokenizer), Counter()
     for loader in (train, valid):
@@ -97,11 +97,11 @@ def test_batches_teach_every_answer_once_an_epoch(chats, tokenizer):
 
 
 def test_the_documents_of_a_conversation_stay_on_one_side_of_the_split(chats):
-    sides = [{d.line for d, _ in source.read(Policy("stop"))} for source in open_sources(chats)]
+    sides = [{d.line for d, _ in source.read(BadRecordPolicy("stop"))} for source in open_sources(chats)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 60 and len(sides[1]) > 3
 
 
-def test_bits_per_byte_count_taught_bytes(chats, tokenizer):
+def test_bits_per_byte_count_supervised_bytes(chats, tokenizer):
     _, valid = build_loaders(chats, tokenizer, seq_len=256, batch_size=2)
     labels = torch.cat([batch["labels"].flatten() for batch in valid])
     assert valid.target_tokens == (labels >= 0).sum()
@@ -143,7 +143,7 @@ def test_bad_and_overlong_conversations_stop_or_are_counted(chats, tokenizer, tm
 
 def test_settings_that_do_not_fit_are_refused(chats, tokenizer):
     chats.streaming, chats.validation_rows = True, 4
-    assert "only text, jsonl, parquet and hub can be read while training" in str(chats.problems())
+    assert "only text, jsonl, parquet and hub can be streamed" in str(chats.problems())
     chats.streaming = False
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != USER]

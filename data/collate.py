@@ -1,0 +1,79 @@
+"""Rows of token ids -> the tensors of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from data.document import Picture
+from data.images import TEXT, VisionSettings, preprocess
+from data.tokenizer import SpecialIds
+from data.windows import PackingWindow
+
+Batch = dict[str, torch.Tensor]
+IGNORE_INDEX = -100  # the label of a token that is not a target
+
+
+class Collator:
+    """Makes batches of rows.
+
+    A batch is a dictionary of CPU tensors:
+        input_ids: int64 [B, S].
+        labels: int64 [B, S], not shifted. IGNORE_INDEX at padding, at image tokens, at the first token of every piece
+            of a document, and where the loss mask is False.
+        seq_lens: int64 [B, pieces], the lengths of the pieces in each row, filled up with zeros.
+    and from a source with images also:
+        pixel_values: float32 [patches, 3, p, p], the patches of all images.
+        image_grid_hws: int64 [images, 2], height and width of each image in patches.
+        vision_token_types: int64 [B, S], see `data/images.py`.
+    """
+
+    def __init__(self, seq_len: int, special: SpecialIds, vision: VisionSettings | None):
+        self.seq_len, self.special, self.vision = seq_len, special, vision
+
+    def collate(self, chosen: list[tuple[PackingWindow, int]]) -> Batch:
+        """A batch of the chosen rows, each given as (window, row number). The number -1 gives a row of padding."""
+        shape = len(chosen), self.seq_len
+        ids = np.full(shape, self.special.pad, np.int64)
+        labels = np.full(shape, IGNORE_INDEX, np.int64)
+        pictures: list[tuple[int, int, Picture]] = []  # row, where its document begins in the row, picture
+        lengths: list[list[int]] = []
+        for i, (window, row) in enumerate(chosen):
+            store, rows, at = window.store, window.rows, 0
+            pieces = range(rows.offsets[row], rows.offsets[row + 1]) if row >= 0 else ()
+            lengths.append([int(rows.length[piece]) for piece in pieces])
+            for piece in pieces:
+                document, length = int(rows.document[piece]), int(rows.length[piece])
+                first = int(store.offsets[document] + rows.start[piece])
+                ids[i, at : at + length] = store.tokens[first : first + length]
+                targets = ids[i, at + 1 : at + length]  # nothing predicts the first token
+                if store.loss_mask is not None:
+                    targets = np.where(store.loss_mask[first + 1 : first + length], targets, IGNORE_INDEX)
+                labels[i, at + 1 : at + length] = targets
+                pictures += [(i, at, picture) for picture in store.pictures.get(document, ())]
+                at += length
+        width = max(1, *map(len, lengths)) if lengths else 1
+        seq_lens = np.array([row + [0] * (width - len(row)) for row in lengths], np.int64)
+        batch = {"input_ids": ids, "labels": labels, "seq_lens": seq_lens}
+        if self.vision is not None:
+            batch |= self._images(ids, pictures)
+            labels[batch["vision_token_types"] != TEXT] = IGNORE_INDEX
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _images(self, ids: np.ndarray, pictures: list[tuple[int, int, Picture]]) -> dict[str, np.ndarray]:
+        """The tensors of the images, each of which takes the first free span of image tokens in its document."""
+        size = self.vision.patch_size
+        types = np.full(ids.shape, TEXT, np.int64)
+        patches, grids = [np.zeros((0, 3, size, size), np.float32)], []
+        for row, first, picture in pictures:
+            pixels, grid = preprocess(picture.open(), self.vision)
+            free = (ids[row, first:] == self.special.image) & (types[row, first:] == TEXT)
+            begin = first + int(free.argmax())
+            types[row, begin : begin + grid.num_tokens] = grid.token_types()
+            patches.append(pixels.numpy())
+            grids.append(grid.patches)
+        return {
+            "vision_token_types": types,
+            "image_grid_hws": np.array(grids, np.int64).reshape(-1, 2),
+            "pixel_values": np.concatenate(patches),
+        }

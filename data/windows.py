@@ -1,0 +1,157 @@
+"""Packing windows: the documents of a split, window by window, as packed rows in a shuffled order.
+
+A window is the next `data.window_tokens` tokens of documents. It is packed, and its rows are shuffled, on its own; a
+place in the source is therefore enough to make a window again. (Loaders of streams call this a shuffle buffer.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from data.document import Position, Reading, Source
+from data.errors import BadRecordPolicy
+from data.packing import PackedRows, pack_rows
+from data.tokens import Encoded, Encoder, TokenStore, collect
+
+READ_AHEAD = 16  # documents of a stream tokenised at once; a window can be longer than asked for by this many, less one
+
+
+@dataclass
+class Stats:
+    """What a split holds (of a stream: what has been read so far) and how well it packs.
+
+    Attributes:
+        documents, tokens, bytes: of the split; bytes are those of the UTF-8 source text.
+        rows, positions, padding: packed so far: rows, tokens that fit into them, and how many of these are padding.
+        split_documents: documents packed so far that were cut into several pieces.
+        skipped, repaired: records that were left out or repaired, by reason.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    rows: int = 0
+    positions: int = 0
+    padding: int = 0
+    split_documents: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in the packed rows."""
+        return self.padding / self.positions if self.positions else 0.0
+
+    def add_store(self, store: TokenStore) -> None:
+        self.documents += len(store)
+        self.tokens += int(store.offsets[-1])
+        self.bytes += store.num_bytes
+        self.skipped, self.repaired = dict(store.skipped), dict(store.repaired)
+
+    def add_rows(self, rows: PackedRows, seq_len: int) -> None:
+        self.rows += len(rows)
+        self.positions += len(rows) * seq_len
+        self.padding += len(rows) * seq_len - int(rows.length.sum())
+        self.split_documents += int((np.unique(rows.document, return_counts=True)[1] > 1).sum())
+
+    def __str__(self) -> str:
+        counts = [f"skipped {n} x {reason}" for reason, n in sorted(self.skipped.items())]
+        counts += [f"repaired {n} x {reason}" for reason, n in sorted(self.repaired.items())]
+        return (
+            f"documents {self.documents} tokens {self.tokens} bytes {self.bytes} rows {self.rows} "
+            f"padding {self.padding_share:.1e} split {self.split_documents} {', '.join(counts) or 'skipped none'}"
+        )
+
+
+@dataclass(frozen=True)
+class PackingWindow:
+    """Packed, shuffled rows of documents in `store`, and where the next window begins (None: the epoch ends here)."""
+
+    store: TokenStore
+    rows: PackedRows
+    after: Position
+
+
+class Windows(Protocol):
+    """The windows of every epoch."""
+
+    stats: Stats
+
+    def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
+        """Window `number` of an epoch, which begins where the one before it ended (None: the first one)."""
+        ...
+
+
+def random_stream(*key: int) -> np.random.RandomState:
+    """A random number generator for a key. RandomState, because NumPy guarantees its numbers across versions."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
+    return np.random.RandomState(int.from_bytes(digest, "little"))
+
+
+class StoredWindows:
+    """Windows over a complete store. All documents of an epoch are shuffled; with seed None nothing is shuffled."""
+
+    def __init__(self, store: TokenStore, seq_len: int, window_tokens: int, seed: int | None):
+        self.store, self.seq_len, self.window_tokens, self.seed = store, seq_len, window_tokens, seed
+        self.stats = Stats()
+        self.stats.add_store(store)
+        self._epoch = -1
+        self._order = self._ends = np.zeros(0, np.int64)
+
+    def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
+        if epoch != self._epoch:
+            self._epoch, count = epoch, len(self.store)
+            self._order = np.arange(count) if self.seed is None else random_stream(self.seed, epoch).permutation(count)
+            self._ends = np.cumsum(self.store.lengths[self._order])
+        start = start or 0
+        last_token = self.window_tokens + (int(self._ends[start - 1]) if start else 0)
+        end = int(np.searchsorted(self._ends, last_token)) + 1
+        documents = self._order[start:end]
+        rows = pack_rows(self.store.lengths[documents], self.seq_len)
+        self.stats.add_rows(rows, self.seq_len)
+        rows = PackedRows(documents[rows.document], rows.start, rows.length, rows.offsets)
+        after = None if end >= len(self.store) else end
+        return PackingWindow(self.store, _shuffled(rows, self.seed, epoch, number), after)
+
+
+class StreamedWindows:
+    """Windows over a source that is tokenised while it is read. Documents stay in the order of the source; with seed
+    None rows stay in the order of packing."""
+
+    def __init__(self, source: Source, encoder: Encoder, policy: BadRecordPolicy, window_tokens: int, seed: int | None):
+        self.source, self.encoder, self.policy = source, encoder, policy
+        self.window_tokens, self.seed = window_tokens, seed
+        self.stats = Stats()
+        self._reading: Reading = iter(())
+        self._reached: Position = None
+
+    def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
+        if start is None or start != self._reached:  # else continue where the last window ended
+            self._reading = self.source.read(self.policy, start)
+        encoded: list[Encoded] = []
+        total, after = 0, start
+        while total < self.window_tokens and (batch := list(itertools.islice(self._reading, READ_AHEAD))):
+            after = batch[-1][1]()
+            for item in self.encoder.encode([document for document, _ in batch], self.policy):
+                encoded.append(item)
+                total += len(item.ids)
+        self._reached = after if total >= self.window_tokens else None
+        store = collect(encoded, self.policy)
+        rows = pack_rows(store.lengths, self.encoder.seq_len)
+        self.stats.add_store(store)
+        self.stats.add_rows(rows, self.encoder.seq_len)
+        return PackingWindow(store, _shuffled(rows, self.seed, epoch, number), self._reached)
+
+
+def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
+    """A whole store as one window, not shuffled."""
+    return PackingWindow(store, pack_rows(store.lengths, seq_len), None)
+
+
+def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int) -> PackedRows:
+    return rows if seed is None else rows.reordered(random_stream(seed, epoch, number).permutation(len(rows)))
