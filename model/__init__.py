@@ -1,9 +1,9 @@
 """The V4.1 model: configuration, backbone, checkpoints. Start reading in `backbone.py`."""
 
-from model.backbone import DeepseekV41, Losses, Output, Totals, build_model, indexer_recall
+from model.backbone import DeepseekV41, LossDenominators, Losses, Output, build_model, indexer_recall
 from model.checkpoint.checkpoint import convert_checkpoint, load_pretrained, load_weights, save_pretrained
 from model.checkpoint.merge import merge_checkpoints, open_folder
-from model.config import ModelConfig, Runtime, TextConfig, VisionConfig
+from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig, VisionConfig
 from model.dspark import Draft, Drafted, Drafter, DraftLoss, DraftObjective, build_drafter, load_drafter
 from model.generate import Generator, Request, Sample, generate
 from model.loss import Objective, reverse_kl, token_log_probs
@@ -15,16 +15,17 @@ __all__ = [
     "DraftObjective",
     "Drafted",
     "Drafter",
+    "ForwardOptions",
     "Generator",
+    "LossDenominators",
+    "LossWeights",
     "Losses",
     "ModelConfig",
     "Objective",
     "Output",
     "Request",
-    "Runtime",
     "Sample",
     "TextConfig",
-    "Totals",
     "VisionConfig",
     "build_drafter",
     "build_model",

@@ -5,8 +5,8 @@ Layer kinds, from the schedule in the configuration:
   Full     kv source: owns a compressor (main KV) and an indexer with keys
   Reindex  index source: owns an indexer, re-scores the latest Full layer's keys
   Reuse    takes KV and selection as they are
-What layers hand on is `Shared`, an immutable value: nothing is stored on modules, so that recomputation, several
-micro-batches in flight and pipelines stay correct.
+What layers hand on is `CrossLayerState`, an immutable value: nothing is stored on modules, so that recomputation,
+several micro-batches in flight and pipelines stay correct.
 Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
 """
 
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.config import Runtime, TextConfig
-from model.indexer import Indexer, Lesson, select, select_from_candidates
-from model.layout import Entries, Pack
+from model.config import ForwardOptions, TextConfig
+from model.indexer import Indexer, IndexerLossInputs, select, select_from_candidates
+from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
-from model.sparse import dense_attention, full_mass, gathered_attention, sparse_attention
+from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
 
 if TYPE_CHECKING:
     from model.cache.cache import LayerCache
 
 
 @dataclass(frozen=True)
-class Shared:
+class CrossLayerState:
     """Cross-layer state of CSA2, replaced whole by the layers that own a part of it.
 
     compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none),
@@ -46,17 +46,17 @@ class Shared:
     chosen_kv: Tensor | None = None
 
 
-class Attended(NamedTuple):
-    """Result of one attention layer: output [T, d], state for later layers, what its indexer can be taught (index
+class AttentionOutput(NamedTuple):
+    """Result of one attention layer: output [T, d], state for later layers, what its indexer learns from (index
     sources only), its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only), and under
     `runtime.probe` the mass that attention over all visible entries would have, fp32 [T, N].
     """
 
     output: Tensor
-    shared: Shared
-    lesson: Lesson | None
-    mass: Tensor | None
-    full_mass: Tensor | None
+    shared: CrossLayerState
+    indexer_loss_inputs: IndexerLossInputs | None
+    attention_mass: Tensor | None
+    dense_attention_mass: Tensor | None
 
 
 class Compressor(nn.Module):
@@ -122,22 +122,27 @@ class Attention(nn.Module):
         self.indexer = Indexer(config, owns_keys=full) if layer in config.index_source_layer_ids else None
 
     def forward(
-        self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None = None
-    ) -> Attended:
-        """x [T, d] (normalised sublayer input). `cache`: what earlier passes kept for this layer; the pack's tokens
+        self,
+        x: Tensor,
+        layout: SequenceLayout,
+        shared: CrossLayerState,
+        runtime: ForwardOptions,
+        cache: LayerCache | None = None,
+    ) -> AttentionOutput:
+        """x [T, d] (normalised sublayer input). `cache`: what earlier passes kept for this layer; the layout's tokens
         follow it and are added to it.
         """
-        phasors = pack.phasors_yarn if self.ratio else pack.phasors
+        phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
         window_kv = self.window_keys(x, phasors)
         if self.compressor is not None:
-            shared = self.compress(x, pack, shared, runtime, cache)
-        lesson = None
+            shared = self.compress(x, layout, shared, runtime, cache)
+        indexer_loss_inputs = None
         if self.indexer is not None:
-            shared, lesson = self._index(x, q_lat, pack, shared, runtime)
+            shared, indexer_loss_inputs = self._index(x, q_lat, layout, shared, runtime)
             if cache is not None and cache.decoding:
                 shared = replace(shared, chosen_kv=cache.chosen(shared.topk_indices, q.dtype))
-        window_start = pack.decoder_window_start if self.in_decoder else pack.window_start
+        window_start = layout.decoder_window_start if self.in_decoder else layout.window_start
         if cache is None:
             entries = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
             out, mass = self._attend(q, window_kv, window_start, *entries, runtime)
@@ -145,10 +150,12 @@ class Attention(nn.Module):
             out, mass = self._attend_cached(q, window_kv, shared, runtime, cache), None
         truth = None
         if runtime.probe and self.ratio:
-            seen = pack.entries[self.ratio]
+            seen = layout.entries[self.ratio]
             span = (seen.visible_from, seen.visible_to)
-            truth = full_mass(q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale)
-        return Attended(self.project(out, phasors), shared, lesson, mass, truth)
+            truth = dense_attention_mass(
+                q, window_kv, window_start, shared.compressed_kv, *span, self.attn_sink, self.scale
+            )
+        return AttentionOutput(self.project(out, phasors), shared, indexer_loss_inputs, mass, truth)
 
     def queries(self, x: Tensor, phasors: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, d] -> queries [T, H, D] and their latent [T, q_lora]."""
@@ -164,9 +171,16 @@ class Attention(nn.Module):
         out = rotate(out, phasors, inverse=True)
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(1, (self.groups, -1))).flatten(1))
 
-    def compress(self, x: Tensor, pack: Pack, shared: Shared, runtime: Runtime, cache: LayerCache | None) -> Shared:
+    def compress(
+        self,
+        x: Tensor,
+        layout: SequenceLayout,
+        shared: CrossLayerState,
+        runtime: ForwardOptions,
+        cache: LayerCache | None,
+    ) -> CrossLayerState:
         """The Full layer's own part: compressed entries and index keys of x [T, d]."""
-        entries = pack.entries[self.ratio]
+        entries = layout.entries[self.ratio]
         projected = self.compressor.project(x)
         if cache is not None:
             projected = cache.open_groups(*projected)
@@ -178,9 +192,11 @@ class Attention(nn.Module):
             kv = fake_quant_fp4(kv)
         return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
 
-    def _index(self, x: Tensor, q_lat: Tensor, pack: Pack, shared: Shared, runtime: Runtime) -> tuple[Shared, Lesson]:
-        config, entries = self.config, pack.entries[self.ratio]
-        query = self.indexer.query(x, q_lat, pack)
+    def _index(
+        self, x: Tensor, q_lat: Tensor, layout: SequenceLayout, shared: CrossLayerState, runtime: ForwardOptions
+    ) -> tuple[CrossLayerState, IndexerLossInputs]:
+        config, entries = self.config, layout.entries[self.ratio]
+        query = self.indexer.query(x, q_lat, layout)
         if shared.candidates is not None:
             topk_indices = select_from_candidates(
                 query, shared.index_keys, entries, shared.candidates, config.index_topk, config.candidate_block_size
@@ -192,7 +208,7 @@ class Attention(nn.Module):
                 query, shared.index_keys, entries, config.index_topk, config.candidate_block_size, pool
             )
             shared = replace(shared, topk_indices=topk_indices, candidates=candidates)
-        return shared, Lesson(query, shared.index_keys, topk_indices)
+        return shared, IndexerLossInputs(query, shared.index_keys, topk_indices)
 
     def _attend(
         self,
@@ -201,7 +217,7 @@ class Attention(nn.Module):
         window_start: Tensor,
         entries: Tensor | None,
         topk_indices: Tensor | None,
-        runtime: Runtime,
+        runtime: ForwardOptions,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, window_kv, window_start, entries, topk_indices, self.attn_sink, self.scale)
         if runtime.attention == "dense":
@@ -209,7 +225,7 @@ class Attention(nn.Module):
         return sparse_attention(*inputs, self.config.sliding_window)
 
     def _attend_cached(
-        self, q: Tensor, window_kv: Tensor, shared: Shared, runtime: Runtime, cache: LayerCache
+        self, q: Tensor, window_kv: Tensor, shared: CrossLayerState, runtime: ForwardOptions, cache: LayerCache
     ) -> Tensor:
         """Attention whose window reaches back into the cache."""
         topk_indices = shared.topk_indices if self.ratio else None

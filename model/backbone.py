@@ -1,7 +1,7 @@
 """The V4.1 transformer: embedding -> n residual streams -> blocks -> collapse -> norm -> head.
 
 Read this first; then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py; cache.py and generate.py.
-Shapes: B rows, S positions, T real tokens of the flattened pack, n streams, d hidden, V vocabulary.
+Shapes: B rows, S positions, T real tokens of the flattened batch, n streams, d hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import Attention, Shared
+from model.attention import Attention, CrossLayerState
 from model.cache.cache import LayerCache, Step
-from model.config import ModelConfig, Runtime, TextConfig
+from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig
 from model.engram import Engram, check_token_map, engram_rows
 from model.hyper import HyperConnection, collapse, expand
-from model.indexer import Lesson, indexer_loss
+from model.indexer import IndexerLossInputs, indexer_loss
 from model.init import init_weights
-from model.layout import Pack, bound_windows, build_pack, prompt_lengths
+from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
 from model.loss import Objective, cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
 from model.norm import RMSNorm
@@ -30,29 +30,29 @@ from model.parallel.tables import Head, Lookup, Table
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
-class State(NamedTuple):
+class BlockState(NamedTuple):
     """What blocks hand on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state."""
 
     streams: Tensor
     pre_mix: Tensor
-    shared: Shared
+    shared: CrossLayerState
 
-    def at(self, tokens: Tensor) -> State:
+    def at(self, tokens: Tensor) -> BlockState:
         """Of some of the tokens (int64), in front of a Full layer, which renews the cross-layer state."""
-        return State(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), Shared())
+        return BlockState(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), CrossLayerState())
 
 
-class BlockResult(NamedTuple):
-    """The state behind a block (None in a `Trace`), its cross-layer part, and what the block reports: its attention's
-    lesson and masses (see `Attended`), routing; entering [T, d]: the mean of the streams that enter the attention,
-    behind the block's Engram, for a drafter (None unless asked for).
+class BlockOutput(NamedTuple):
+    """The state behind a block (None in a `BackboneOutput`), its cross-layer part, and what the block reports: indexer
+    loss inputs and attention masses (see `AttentionOutput`), the routing, and entering [T, d]: the mean of the streams
+    that enter the attention, behind the block's Engram, for a drafter (None unless asked for).
     """
 
-    state: State | None
-    shared: Shared
-    lesson: Lesson | None
-    mass: Tensor | None
-    full_mass: Tensor | None
+    state: BlockState | None
+    shared: CrossLayerState
+    indexer_loss_inputs: IndexerLossInputs | None
+    attention_mass: Tensor | None
+    dense_attention_mass: Tensor | None
     routing: Routing
     entering: Tensor | None = None
 
@@ -72,75 +72,89 @@ class Block(nn.Module):
 
     def forward(
         self,
-        state: State,
+        state: BlockState,
         lookup: Lookup | None,
-        pack: Pack,
-        runtime: Runtime,
+        layout: SequenceLayout,
+        runtime: ForwardOptions,
         replay: Tensor | None = None,
         cache: LayerCache | None = None,
         for_drafter: bool = False,
-    ) -> BlockResult:
+    ) -> BlockOutput:
         """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the
         Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
-        `for_drafter`: give `BlockResult.entering`.
+        `for_drafter`: give `BlockOutput.entering`.
         """
-        streams = self._recall(state.streams, lookup, pack)
+        streams = self._apply_engram(state.streams, lookup, layout)
         entering = streams.mean(1) if for_drafter else None
         mix = self.hc_attn(streams)
-        attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), pack, state.shared, runtime, cache)
+        attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
         streams = expand(streams, attended.output, mix.post, mix.comb)
         pre_mix = mix.pre
         mix = self.hc_ffn(streams)
-        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), pack, replay)
-        state = State(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
-        reported = (attended.shared, attended.lesson, attended.mass, attended.full_mass, routing, entering)
-        return BlockResult(state, *reported)
+        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay)
+        state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
+        reported = (
+            attended.shared,
+            attended.indexer_loss_inputs,
+            attended.attention_mass,
+            attended.dense_attention_mass,
+            routing,
+            entering,
+        )
+        return BlockOutput(state, *reported)
 
-    def remember(self, state: State, lookup: Lookup | None, pack: Pack, runtime: Runtime, cache: LayerCache) -> None:
+    def prefill_kv(
+        self,
+        state: BlockState,
+        lookup: Lookup | None,
+        layout: SequenceLayout,
+        runtime: ForwardOptions,
+        cache: LayerCache,
+    ) -> None:
         """Only what a Full layer adds to the cache's main KV and index keys."""
-        streams = self._recall(state.streams, lookup, pack)
-        self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), pack, state.shared, runtime, cache)
+        streams = self._apply_engram(state.streams, lookup, layout)
+        self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
 
-    def _recall(self, streams: Tensor, lookup: Lookup | None, pack: Pack) -> Tensor:
-        return streams if self.engram is None else self.engram(streams, lookup, pack)
+    def _apply_engram(self, streams: Tensor, lookup: Lookup | None, layout: SequenceLayout) -> Tensor:
+        return streams if self.engram is None else self.engram(streams, lookup, layout)
 
 
-class Trace(NamedTuple):
+class BackboneOutput(NamedTuple):
     """A whole pass over the blocks: hidden [T, d] after the final norm, what every block reports, and the streams
     entering each block if they are asked for (without gradients nothing else keeps them).
     """
 
     hidden: Tensor
-    blocks: list[BlockResult]
+    blocks: list[BlockOutput]
     streams: list[Tensor]
 
 
 @dataclass(frozen=True)
-class Totals:
+class LossDenominators:
     """Counts over a whole optimizer step (all micro-batches, all ranks) that its losses are divided by.
 
-    supervised: targets; real: non-padding tokens; index_queries int64 [index sources]: supervised queries that see an
-    entry.
+    supervised: targets; num_tokens: non-padding tokens; index_queries int64 [index sources]: supervised queries that
+    see an entry.
     """
 
     supervised: Tensor
-    real: Tensor
+    num_tokens: Tensor
     index_queries: Tensor
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals.from_tensor(self.to_tensor() + other.to_tensor())
+    def __add__(self, other: LossDenominators) -> LossDenominators:
+        return LossDenominators.from_tensor(self.to_tensor() + other.to_tensor())
 
     def to_tensor(self) -> Tensor:
         """int64 [2 + index sources], for an all-reduce."""
-        return torch.cat([self.supervised.reshape(1), self.real.reshape(1), self.index_queries])
+        return torch.cat([self.supervised.reshape(1), self.num_tokens.reshape(1), self.index_queries])
 
     @classmethod
-    def from_tensor(cls, flat: Tensor) -> Totals:
+    def from_tensor(cls, flat: Tensor) -> LossDenominators:
         return cls(flat[0], flat[1], flat[2:])
 
 
 class Losses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals:
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators:
     micro-batches add up.
 
     The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum
@@ -172,7 +186,7 @@ class Features(NamedTuple):
     means of the streams that enter the attention of some layers, side by side.
     """
 
-    pack: Pack
+    layout: SequenceLayout
     hidden: Tensor
     entering: Tensor
 
@@ -180,10 +194,17 @@ class Features(NamedTuple):
 class DeepseekV41(nn.Module):
     """A V4.1 language model with an optional vision tower, or this rank's part of one (see `Parallel`)."""
 
-    def __init__(self, config: ModelConfig, runtime: Runtime | None = None, parallel: Parallel = ONE_PROCESS):
+    def __init__(
+        self,
+        config: ModelConfig,
+        runtime: ForwardOptions | None = None,
+        parallel: Parallel = ONE_PROCESS,
+        loss_weights: LossWeights | None = None,
+    ):
         super().__init__()
         text = config.text
-        self.config, self.runtime, self.parallel = config, runtime or Runtime(), parallel
+        self.config, self.runtime, self.parallel = config, runtime or ForwardOptions(), parallel
+        self.loss_weights = loss_weights or LossWeights()
         self.embed = Table(text.vocab_size, text.hidden_size, parallel.vocabulary)
         self.layers = nn.ModuleList(Block(text, layer, parallel) for layer in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
@@ -216,22 +237,22 @@ class DeepseekV41(nn.Module):
         int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
         [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END); routing
         int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones;
-        replay_start int64 [B, documents]: see `build_pack`; logits_to_keep: compute those of the last positions of each
-        row only (0: of all). Logits at padding are zero.
+        replay_start int64 [B, documents]: see `build_layout`; logits_to_keep: compute those of the last positions of
+        each row only (0: of all). Logits at padding are zero.
         """
-        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
-        inputs = (input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
-        trace = self._trace(*inputs, keep_streams=output_hidden_states)
-        streams = tuple(pack.unflatten(s) for s in trace.streams) if output_hidden_states else None
+        layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
+        inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
+        trace = self._run_backbone(*inputs, keep_streams=output_hidden_states)
+        streams = tuple(layout.unflatten(s) for s in trace.streams) if output_hidden_states else None
         if logits_to_keep and labels is None:
-            return Output(self.head(pack.unflatten(trace.hidden)[:, -logits_to_keep:]), None, streams)
+            return Output(self.head(layout.unflatten(trace.hidden)[:, -logits_to_keep:]), None, streams)
         logits = self.head(trace.hidden)
         loss = None
         if labels is not None:
-            targets = self._targets(labels, pack)
+            targets = self._targets(labels, layout)
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
-        return Output(pack.unflatten(logits)[:, -logits_to_keep:], loss, streams)
+        return Output(layout.unflatten(logits)[:, -logits_to_keep:], loss, streams)
 
     @torch.no_grad()
     def features(
@@ -248,29 +269,31 @@ class DeepseekV41(nn.Module):
         """One pass for a drafter that reads `layers`; without gradients. Inputs as in `forward`; labels only say where
         prompts end, for `runtime.decoder_replay`.
         """
-        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, None)
-        inputs = (input_ids, pack, pixel_values, image_grid_hws, vision_token_types)
-        trace = self._trace(*inputs, for_drafter=layers)
-        return Features(pack, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
+        layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, None)
+        inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types)
+        trace = self._run_backbone(*inputs, for_drafter=layers)
+        return Features(layout, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
 
-    def totals(
+    def loss_denominators(
         self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_
-    ) -> Totals:
-        """What this batch adds to the step's totals; costs no forward."""
-        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        taught = self._targets(labels, pack) >= 0
+    ) -> LossDenominators:
+        """What this batch adds to the step's denominators; costs no forward."""
+        layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
+        supervised = self._targets(labels, layout) >= 0
         queries = [
-            (taught & (pack.position + 1 >= self.config.text.ratio(layer))).sum()
+            (supervised & (layout.position + 1 >= self.config.text.ratio(layer))).sum()
             for layer in self.config.text.index_source_layer_ids
         ]
-        real = torch.tensor(pack.tokens, device=taught.device)
-        return Totals(taught.sum(), real, torch.stack(queries) if queries else taught.new_zeros(0, dtype=torch.int64))
+        real = torch.tensor(layout.tokens, device=supervised.device)
+        return LossDenominators(
+            supervised.sum(), real, torch.stack(queries) if queries else supervised.new_zeros(0, dtype=torch.int64)
+        )
 
     def losses(
         self,
         input_ids: Tensor,
         labels: Tensor,
-        totals: Totals,
+        denominators: LossDenominators,
         attention_mask: Tensor | None = None,
         seq_lens: Tensor | None = None,
         pixel_values: Tensor | None = None,
@@ -281,110 +304,112 @@ class DeepseekV41(nn.Module):
         prompt_lens: Tensor | None = None,
         objective: Objective | None = None,
     ) -> Losses:
-        """The training losses of one micro-batch, normalised by the totals of its step. Same inputs as `forward`.
+        """The training losses of one micro-batch, normalised by the denominators of its step. Same inputs as `forward`.
 
         `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` where an
         answer's first tokens are not supervised (without it, a prompt ends at the first supervised token). `objective`
         takes the place of the cross-entropy; `lm_sum` is then its sum.
         """
-        pack = self._pack(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens)
-        trace = self._trace(input_ids, pack, pixel_values, image_grid_hws, vision_token_types, routing)
-        targets = self._targets(labels, pack)
-        taught = targets >= 0
-        rows = taught.nonzero().flatten()
+        layout = self._build_layout(
+            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens
+        )
+        trace = self._run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
+        targets = self._targets(labels, layout)
+        supervised = targets >= 0
+        rows = supervised.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if objective is None:
             lm_sum = cross_entropy_sum(hidden, self.head.whole(), targets.index_select(0, rows))
         else:
-            places = rows if pack.gather is None else pack.gather.index_select(0, rows)
+            places = rows if layout.gather is None else layout.gather.index_select(0, rows)
             lm_sum = objective(hidden, self.head.whole(), targets.index_select(0, rows), places + 1)
-        balance_sum = sum(sequence_balance(block.routing, pack) for block in trace.blocks)
-        kl_sum, queries = self._teach_indexers(trace.blocks, taught)
-        runtime = self.runtime
-        total = lm_sum / totals.supervised.clamp(min=1)
-        total = total + runtime.balance_coef * balance_sum / totals.real.clamp(min=1)
-        total = total + runtime.indexer_coef * (kl_sum / totals.index_queries.clamp(min=1)).sum()
+        balance_sum = sum(sequence_balance(block.routing, layout) for block in trace.blocks)
+        kl_sum, queries = self._indexer_losses(trace.blocks, supervised)
+        weights = self.loss_weights
+        total = lm_sum / denominators.supervised.clamp(min=1)
+        total = total + weights.router_balance * balance_sum / denominators.num_tokens.clamp(min=1)
+        total = total + weights.indexer_kl * (kl_sum / denominators.index_queries.clamp(min=1)).sum()
         return Losses(
             total=total,
             lm_sum=lm_sum.detach(),
-            supervised=taught.sum(),
+            supervised=supervised.sum(),
             balance_sum=balance_sum.detach(),
             index_kl_sum=kl_sum.detach(),
             index_queries=queries,
-            expert_load=torch.stack([expert_load(block.routing, pack.image) for block in trace.blocks]),
+            expert_load=torch.stack([expert_load(block.routing, layout.image) for block in trace.blocks]),
         )
 
-    def balance_buffers(self) -> list[tuple[Tensor, Tensor]]:
+    def router_biases(self) -> list[tuple[Tensor, Tensor]]:
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
-    def _pack(
+    def _build_layout(
         self, input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens=None
-    ) -> Pack:
+    ) -> SequenceLayout:
         """The layout of a batch; where the runtime asks for it, with the decoder's windows bounded as in generation."""
         text = self.config.text
-        pack = build_pack(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
+        layout = build_layout(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
         if not self.runtime.decoder_replay or labels is None:
-            return pack
-        lengths = prompt_lengths(pack, pack.flatten(labels)) if prompt_lens is None else prompt_lens[seq_lens > 0]
-        start = (lengths - text.sliding_window).clamp(min=0)[pack.document]
-        bounded = bound_windows(pack.window_start, pack.position, pack.document_start, start)
-        return replace(pack, decoder_window_start=bounded)
+            return layout
+        lengths = prompt_lengths(layout, layout.flatten(labels)) if prompt_lens is None else prompt_lens[seq_lens > 0]
+        start = (lengths - text.sliding_window).clamp(min=0)[layout.document]
+        bounded = bound_windows(layout.window_start, layout.position, layout.document_start, start)
+        return replace(layout, decoder_window_start=bounded)
 
-    def _targets(self, labels: Tensor, pack: Pack) -> Tensor:
+    def _targets(self, labels: Tensor, layout: SequenceLayout) -> Tensor:
         """int64 [T]: the token that each position is trained to predict, -100 for none."""
-        if labels.shape != (pack.rows, pack.row_length):
-            raise ValueError(f"labels must be [{pack.rows}, {pack.row_length}], got {list(labels.shape)}")
-        flat = pack.flatten(labels)
+        if labels.shape != (layout.rows, layout.row_length):
+            raise ValueError(f"labels must be [{layout.rows}, {layout.row_length}], got {list(labels.shape)}")
+        flat = layout.flatten(labels)
         wrong = flat[((flat < 0) & (flat != -100)) | (flat >= self.config.text.vocab_size)]
         if wrong.numel():
             vocabulary = self.config.text.vocab_size
             raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{vocabulary - 1}")
-        return next_token_targets(flat, pack.document)
+        return next_token_targets(flat, layout.document)
 
-    def _trace(
+    def _run_backbone(
         self,
         input_ids,
-        pack: Pack,
+        layout: SequenceLayout,
         pixel_values,
         image_grid_hws,
         vision_token_types,
         routing: Tensor | None = None,
         keep_streams: bool = False,
         for_drafter: Sequence[int] = (),
-    ) -> Trace:
+    ) -> BackboneOutput:
         if routing is not None:
-            check_routing(self.config.text, routing, pack.rows, pack.row_length)
-            routing = pack.flatten(routing).long()
-        tokens = pack.flatten(input_ids)
-        x = self.embed_batch(tokens, pack, pixel_values, image_grid_hws, vision_token_types)
+            check_routing(self.config.text, routing, layout.rows, layout.row_length)
+            routing = layout.flatten(routing).long()
+        tokens = layout.flatten(input_ids)
+        x = self.embed_batch(tokens, layout, pixel_values, image_grid_hws, vision_token_types)
         layers = range(self.config.text.num_hidden_layers)
-        lookups = self.look_up(layers, tokens, pack)
-        state, streams, blocks = self.enter(x), [], []
+        lookups = self.look_up(layers, tokens, layout)
+        state, streams, blocks = self.init_streams(x), [], []
         for layer in layers:
             replay = None if routing is None else routing[:, layer]
             if keep_streams:
                 streams.append(state.streams)
-            result = self.advance(layer, state, lookups, pack, replay, for_drafter=layer in for_drafter)
+            result = self.run_block(layer, state, lookups, layout, replay, for_drafter=layer in for_drafter)
             state = result.state
             blocks.append(result._replace(state=None))
-        return Trace(self.leave(state), blocks, streams)
+        return BackboneOutput(self.final_hidden(state), blocks, streams)
 
     def look_up(
-        self, layers: Container[int], tokens: Tensor, pack: Pack, step: Step | None = None
+        self, layers: Container[int], tokens: Tensor, layout: SequenceLayout, step: Step | None = None
     ) -> dict[int, Lookup]:
         """Engram's lookups of some layers. They depend on tokens alone: where tables are sharded, the rows of the whole
         batch are on their way before the first block.
         """
         text, known, found = self.config.text, self.token_map, {}
         for layer in filter(layers.__contains__, text.engram_layer_ids):
-            rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, pack)
+            rows = step.engram_rows(layer, known) if step else engram_rows(text, layer, known, tokens, layout)
             found[layer] = self.layers[layer].engram.embed.look_up(rows)
         return found
 
-    def enter(self, x: Tensor) -> State:
+    def init_streams(self, x: Tensor) -> BlockState:
         """What the first block is given: embeddings [T, d] in every stream."""
         n = self.config.text.hc_mult
         streams = x.unsqueeze(1).repeat(1, n, 1)
@@ -392,41 +417,41 @@ class DeepseekV41(nn.Module):
             streams.requires_grad_()  # what is trained may hang on the batch, the exchanges of the backward must not
         pre_mix = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
         pre_mix[:, 0] = 1.0
-        return State(streams, pre_mix, Shared())
+        return BlockState(streams, pre_mix, CrossLayerState())
 
-    def advance(
+    def run_block(
         self,
         layer: int,
-        state: State,
+        state: BlockState,
         lookups: dict[int, Lookup],
-        pack: Pack,
+        layout: SequenceLayout,
         replay: Tensor | None = None,
         step: Step | None = None,
         for_drafter: bool = False,
-    ) -> BlockResult:
-        """One block on the pack's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use;
+    ) -> BlockOutput:
+        """One block on the layout's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use;
         with `step` the tokens follow what a cache holds.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
-        arguments = (state, lookup, pack, self.runtime, replay, step and step.layer(layer), for_drafter)
+        arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
         if self.runtime.recompute and torch.is_grad_enabled():
             return checkpoint(self.layers[layer], *arguments, use_reentrant=False)
         return self.layers[layer](*arguments)
 
-    def remember(self, layer: int, state: State, step: Step) -> None:
+    def prefill_kv(self, layer: int, state: BlockState, step: Step) -> None:
         """Of Full layer `layer`, only the part that puts compressed entries into the cache."""
-        lookup = self.look_up([layer], step.ids, step.pack, step).get(layer)
+        lookup = self.look_up([layer], step.ids, step.layout, step).get(layer)
         lookup = lookup and lookup.arrived()
-        self.layers[layer].remember(state, lookup, step.pack, self.runtime, step.layer(layer))
+        self.layers[layer].prefill_kv(state, lookup, step.layout, self.runtime, step.layer(layer))
 
-    def leave(self, state: State) -> Tensor:
+    def final_hidden(self, state: BlockState) -> Tensor:
         """Hidden states [T, d] behind the last block, for the head."""
         return self.norm(collapse(state.streams, state.pre_mix))
 
     def embed_batch(
         self,
         tokens: Tensor,
-        pack: Pack,
+        layout: SequenceLayout,
         pixel_values: Tensor | None,
         image_grid_hws: Tensor | None,
         vision_token_types: Tensor | None,
@@ -439,7 +464,7 @@ class DeepseekV41(nn.Module):
             if pixel_values is not None:
                 raise ValueError("pixel_values need vision_token_types, which say where the images stand")
             return x
-        types = pack.flatten(vision_token_types)
+        types = layout.flatten(vision_token_types)
         if self.config.vision is None:
             if pixel_values is not None or bool((types >= 0).any()):
                 raise ValueError("the batch has images, but this model's configuration has no vision_config")
@@ -457,32 +482,42 @@ class DeepseekV41(nn.Module):
             x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
 
-    def _teach_indexers(self, blocks: list[BlockResult], taught: Tensor) -> tuple[Tensor, Tensor]:
-        """(KL summed over queries [index sources], queries int64 [index sources]); the mass of a source's followers
-        is its target.
+    def _indexer_losses(self, blocks: list[BlockOutput], supervised: Tensor) -> tuple[Tensor, Tensor]:
+        """(KL summed over queries [index sources], queries int64 [index sources]); the attention mass of the
+        layers that use a source is its target.
         """
         sums, queries = [], []
         for source in self.config.text.index_source_layer_ids:
-            lesson = blocks[source].lesson
-            followers = [b.mass for layer, b in enumerate(blocks) if self.config.text.index_source(layer) == source]
-            queries.append((taught & (lesson.topk_indices >= 0).any(-1)).sum())
-            if self.runtime.train_indexer and self.runtime.indexer_coef:
-                sums.append(indexer_loss(lesson, torch.stack(followers).sum(0), taught))
+            indexer_loss_inputs = blocks[source].indexer_loss_inputs
+            followers = [
+                b.attention_mass for layer, b in enumerate(blocks) if self.config.text.index_source(layer) == source
+            ]
+            queries.append((supervised & (indexer_loss_inputs.topk_indices >= 0).any(-1)).sum())
+            if self.runtime.train_indexer and self.loss_weights.indexer_kl:
+                sums.append(indexer_loss(indexer_loss_inputs, torch.stack(followers).sum(0), supervised))
             else:
-                sums.append(0.0 * (lesson.query.q.sum() + lesson.query.weights.sum() + lesson.keys.sum()).float())
+                sums.append(
+                    0.0
+                    * (
+                        indexer_loss_inputs.query.q.sum()
+                        + indexer_loss_inputs.query.weights.sum()
+                        + indexer_loss_inputs.keys.sum()
+                    ).float()
+                )
         if not sums:
-            return taught.new_zeros(0, dtype=torch.float32), taught.new_zeros(0, dtype=torch.int64)
+            return supervised.new_zeros(0, dtype=torch.float32), supervised.new_zeros(0, dtype=torch.int64)
         return torch.stack(sums), torch.stack(queries)
 
 
 def build_model(
     config: ModelConfig,
-    runtime: Runtime | None = None,
+    runtime: ForwardOptions | None = None,
     token_map: Tensor | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     parallel: Parallel = ONE_PROCESS,
+    loss_weights: LossWeights | None = None,
 ) -> DeepseekV41:
     """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
     seconds.
@@ -491,7 +526,7 @@ def build_model(
     makes this rank's part of the model; its weights are those that one process would draw. Raises ValueError if the
     experts cannot be split so.
     """
-    model = allocate_model(config, runtime, token_map, device, dtype, parallel)
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel, loss_weights)
     if torch.device(device).type != "meta":
         init_weights(model, seed)
     return model
@@ -499,17 +534,18 @@ def build_model(
 
 def allocate_model(
     config: ModelConfig,
-    runtime: Runtime | None,
+    runtime: ForwardOptions | None,
     token_map: Tensor | None,
     device: str | torch.device,
     dtype: torch.dtype,
     parallel: Parallel = ONE_PROCESS,
+    loss_weights: LossWeights | None = None,
 ) -> DeepseekV41:
     """A model whose parameters are allocated on `device` but not yet written."""
     if torch.device(device).type != "meta" or token_map is not None:
         check_token_map(config.text, token_map)
     with torch.device("meta"):
-        model = DeepseekV41(config, runtime, parallel)
+        model = DeepseekV41(config, runtime, parallel, loss_weights)
     model = cast_model(model, dtype).to_empty(device=device)
     mark_shards(model)
     model.token_map = None if token_map is None else token_map.to(device)
@@ -530,18 +566,18 @@ def indexer_recall(
     text, runtime = model.config.text, model.runtime
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     pixels = (inputs.pop("pixel_values", None), inputs.pop("image_grid_hws", None))
-    pack = build_pack(text, **inputs)
+    layout = build_layout(text, **inputs)
     model.runtime = replace(runtime, probe=True)
     try:
-        blocks = model._trace(batch["input_ids"], pack, *pixels, batch.get("vision_token_types")).blocks
+        blocks = model._run_backbone(batch["input_ids"], layout, *pixels, batch.get("vision_token_types")).blocks
     finally:
         model.runtime = runtime
     recalls = []
     for source in text.index_source_layer_ids:
-        users = [b.full_mass for layer, b in enumerate(blocks) if text.index_source(layer) == source]
+        users = [b.dense_attention_mass for layer, b in enumerate(blocks) if text.index_source(layer) == source]
         truth = torch.stack(users).sum(0)
-        chosen = blocks[source].lesson.topk_indices
-        seen = pack.entries[text.ratio(source)]
+        chosen = blocks[source].indexer_loss_inputs.topk_indices
+        seen = layout.entries[text.ratio(source)]
         rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()
         truth, chosen = truth[rows], chosen[rows].long()
         held = (truth.gather(1, chosen.clamp(min=0)) * (chosen >= 0)).sum(-1)

@@ -244,7 +244,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Runtime:
+class ForwardOptions:
     """How a model is run; nothing here changes its parameters.
 
     attention: "sparse" is the linear-cost path, "dense" the plain masked reference beside it.
@@ -256,7 +256,6 @@ class Runtime:
     recompute: activation checkpointing of every block.
     train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
     probe: also compute the attention mass over all visible entries (quadratic; see `model.indexer_recall`).
-    balance_coef, indexer_coef: weights of the two auxiliary losses beside the language-model loss.
     """
 
     attention: Literal["sparse", "dense"] = "sparse"
@@ -266,15 +265,27 @@ class Runtime:
     recompute: bool = False
     train_indexer: bool = True
     probe: bool = False
-    balance_coef: float = 1.0e-4
-    indexer_coef: float = 1.0
 
     def __post_init__(self) -> None:
         if self.attention not in ("sparse", "dense"):
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
-        for key in ("balance_coef", "indexer_coef"):
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the two auxiliary losses beside the language-model loss (SPEC section 6).
+
+    indexer_kl: of the indexers' KL loss; 0 leaves the indexers untrained.
+    router_balance: of the sequence-level balance loss of the routers.
+    """
+
+    indexer_kl: float = 1.0
+    router_balance: float = 1.0e-4
+
+    def __post_init__(self) -> None:
+        for key in ("indexer_kl", "router_balance"):
             if not 0 <= getattr(self, key) < float("inf"):
-                raise ValueError(f"runtime.{key}: is {getattr(self, key)}, must be 0 or more and finite")
+                raise ValueError(f"loss.{key}: is {getattr(self, key)}, must be 0 or more and finite")
 
 
 def text_problems(c: TextConfig) -> list[str]:

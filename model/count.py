@@ -147,7 +147,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
     streams.
     """
     config: TextConfig = model.config.text
-    core, scan, lesson = 0.0, 0.0, 0.0
+    core, scan, indexer_loss = 0.0, 0.0, 0.0
     for layer in range(config.num_hidden_layers):
         ratio = config.ratio(layer)
         keys = _mean_seen(config.sliding_window, length)
@@ -159,7 +159,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
         most = config.candidate_topk_blocks * config.candidate_block_size if restricted else length
         product = 2 * config.index_n_heads * (config.index_head_dim + 1)
         scan += product * _mean_seen(most, length, ratio)
-        lesson += product * _mean_seen(config.index_topk, length, ratio)
+        indexer_loss += product * _mean_seen(config.index_topk, length, ratio)
     table = {
         part: Flops(cost, (2 if part == "indexers" else 3) * cost, 0.0 if part == "head" else cost)
         for part, cost in _matrix_flops(model).items()
@@ -168,7 +168,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
     table["attention over keys"] = Flops(core, 3.5 * core, core)
     if scan:
         table["index scores"] = Flops(scan, scan, scan)
-        table["indexer loss"] = Flops(0.0, 3 * lesson, 0.0)
+        table["indexer loss"] = Flops(0.0, 3 * indexer_loss, 0.0)
     return table
 
 

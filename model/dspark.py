@@ -12,7 +12,7 @@ The backbone's embedding and head serve the drafter too; nothing of the backbone
 Loss (DeepSpec, arXiv 2607.05147), q the drafter's distribution given the true tokens before, p the backbone's:
     0.1 CE + 0.9 L1 + 1.0 BCE, weighted over slots by exp(-i/4) while the slots up to there are supervised.
 
-Shapes: T real tokens of the pack, N drafted blocks, B block size, W window, n streams, d hidden, H heads, D head dim,
+Shapes: T real tokens of the layout, N drafted blocks, B block size, W window, n streams, d hidden, H heads, D head dim,
 V vocabulary, r Markov rank; A anchors of a row.
 """
 
@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.backbone import Block, DeepseekV41, Features, State, allocate_model, cast_model
-from model.checkpoint.checkpoint import load_weights, parts
+from model.backbone import Block, BlockState, DeepseekV41, Features, allocate_model, cast_model
+from model.checkpoint.checkpoint import load_weights, released_tensors
 from model.checkpoint.released import read_headers
-from model.config import ModelConfig, Runtime, TextConfig, drafter_problems
+from model.config import ForwardOptions, ModelConfig, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
-from model.layout import Pack, build_pack
+from model.layout import SequenceLayout, build_layout
 from model.loss import draft_distances
 from model.moe import Routing, expert_load
 from model.norm import RMSNorm
@@ -47,11 +47,11 @@ DECAY = 4.0  # a slot i counts exp(-i / DECAY)
 BINS = 10  # of predicted acceptance, for its calibration
 
 
-class Layout(NamedTuple):
+class DraftLayout(NamedTuple):
     """Where N blocks of drafts stand: places int64 [N, W] of their context keys among those that a stage is given,
     hidden bool [N, W]: no key there (before the document or the window), phasors complex64 [N*B, rope/2] of the drafts.
 
-    image is what routers ask a pack for: drafts are routed as text, by `bias`, whatever they follow.
+    image is what routers ask a layout for: drafts are routed as text, by `bias`, whatever they follow.
     """
 
     places: Tensor
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
 class Anchors(NamedTuple):
     """The anchors of a batch: shape of what was given ([A] or [B, A]); real int64 [N], which of them are no filler
-    (-1); last int64 [N]: pack index of the position before each.
+    (-1); last int64 [N]: token index of the position before each.
     """
 
     shape: torch.Size
@@ -74,7 +74,7 @@ class Anchors(NamedTuple):
         return x.flatten(0, len(self.shape) - 1).index_select(0, self.real)
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [A, ...] or [B, A, ...]; zero at fillers."""
+        """[N, ...] -> [A, ...] or [B, A, ...]; zero at dummy_batches."""
         if len(self.real) != self.shape.numel():
             x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
         return x.view(*self.shape, *x.shape[1:])
@@ -134,12 +134,12 @@ class DraftObjective:
 
 
 @dataclass(frozen=True)
-class DraftTotals:
-    """Counts over a whole optimizer step (all micro-batches, all ranks): real, non-padding tokens; valid int64 [B],
+class DraftDenominators:
+    """Counts over a whole optimizer step (all micro-batches, all ranks): num_tokens, without padding; valid int64 [B],
     blocks whose slots are supervised up to each.
     """
 
-    real: Tensor
+    num_tokens: Tensor
     valid: Tensor
 
     @property
@@ -150,15 +150,15 @@ class DraftTotals:
 
     def to_tensor(self) -> Tensor:
         """int64 [1 + B], for an all-reduce."""
-        return torch.cat([self.real.reshape(1), self.valid])
+        return torch.cat([self.num_tokens.reshape(1), self.valid])
 
     @classmethod
-    def from_tensor(cls, flat: Tensor) -> DraftTotals:
+    def from_tensor(cls, flat: Tensor) -> DraftDenominators:
         return cls(flat[0], flat[1:])
 
 
 class DraftLosses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's totals:
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators:
     micro-batches add up.
 
     The rest is detached sums over slots: ce_sum, l1_sum, bce_sum by weight; slots int64 [B], how many are supervised;
@@ -244,7 +244,9 @@ class Stage(Block):
             self.markov_head = MarkovHead(config)
             self.confidence_head = ConfidenceHead(config)
 
-    def forward(self, state: State, context_keys: Tensor, layout: Layout, plain: bool) -> tuple[State, Routing]:
+    def forward(
+        self, state: BlockState, context_keys: Tensor, layout: DraftLayout, plain: bool
+    ) -> tuple[BlockState, Routing]:
         """state of N*B drafts, context_keys [M, D] that the layout's places point into. plain: one block after the
         other, by the reference attention.
         """
@@ -259,7 +261,7 @@ class Stage(Block):
         pre_mix = mix.pre
         mix = self.hc_ffn(streams)
         y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout)
-        return State(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
+        return BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
 
 
 class Drafter(nn.Module):
@@ -282,11 +284,11 @@ class Drafter(nn.Module):
         return self._backbone[0]
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> ForwardOptions:
         """How the backbone is run; `attention="dense"` also makes the drafter take the plain path, block by block."""
         return self.backbone.runtime
 
-    def balance_buffers(self) -> list[tuple[Tensor, Tensor]]:
+    def router_biases(self) -> list[tuple[Tensor, Tensor]]:
         """(bias, bias_vl) of every stage's router, fp32 [E] each; drafts are routed by the first."""
         return [(stage.ffn.gate.bias, stage.ffn.gate.bias_vl) for stage in self.mtp]
 
@@ -301,14 +303,14 @@ class Drafter(nn.Module):
         Raises ValueError for anchors without a real token before them.
         """
         features = self._features(input_ids, batch)
-        where = self.locate(anchors, features.pack, input_ids.shape)
+        where = self.locate(anchors, features.layout, input_ids.shape)
         main_x = self.main_x(features.entering)
-        hidden, _ = self._blocks(main_x, where, features.pack, where.flatten(anchor_tokens))
+        hidden, _ = self._blocks(main_x, where, features.layout, where.flatten(anchor_tokens))
         base_logits = self._base_logits(hidden)
         embedded = self._last.markov_head.embed(where.flatten(previous_tokens))
         logits = base_logits + self._last.markov_head.bias(embedded)
         confidence = self._last.confidence_head(hidden, embedded)
-        whole = features.pack.unflatten(main_x)
+        whole = features.layout.unflatten(main_x)
         found = (where.unflatten(x) for x in (hidden, base_logits, logits, confidence))
         return Drafted(whole[0] if anchors.dim() == 1 else whole, *found)
 
@@ -318,9 +320,9 @@ class Drafter(nn.Module):
         `forward`.
         """
         features = self._features(input_ids, batch)
-        where = self.locate(anchors, features.pack, input_ids.shape)
+        where = self.locate(anchors, features.layout, input_ids.shape)
         first = where.flatten(anchor_tokens)
-        hidden, _ = self._blocks(self.main_x(features.entering), where, features.pack, first)
+        hidden, _ = self._blocks(self.main_x(features.entering), where, features.layout, first)
         found = self.greedy(hidden, first)
         return Draft(*(where.unflatten(x) for x in found))
 
@@ -353,32 +355,32 @@ class Drafter(nn.Module):
         found = (CE * ce + L1 * l1 + BCE * bce, *(x.detach() for x in (ce, l1, bce)), tau)
         return DraftLoss(*found, *shown, expert_load=terms.expert_load)
 
-    def totals(
+    def loss_denominators(
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, attention_mask=None, seq_lens=None, **_: Tensor
-    ) -> DraftTotals:
-        """What this batch adds to the step's totals; costs no forward."""
-        pack = build_pack(self.config.text, input_ids, attention_mask, seq_lens)
-        where = self.locate(anchors, pack, input_ids.shape)
-        slots = slots_of(where, pack, input_ids, labels, self.block_size)
-        return DraftTotals(torch.tensor(pack.tokens, device=labels.device), slots.valid.sum(0))
+    ) -> DraftDenominators:
+        """What this batch adds to the step's denominators; costs no forward."""
+        layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens)
+        where = self.locate(anchors, layout, input_ids.shape)
+        slots = slots_of(where, layout, input_ids, labels, self.block_size)
+        return DraftDenominators(torch.tensor(layout.tokens, device=labels.device), slots.valid.sum(0))
 
     def losses(
         self,
         input_ids: Tensor,
         labels: Tensor,
         anchors: Tensor,
-        totals: DraftTotals,
+        denominators: DraftDenominators,
         objective: DraftObjective = DraftObjective(),  # noqa: B008
         **batch: Tensor,
     ) -> DraftLosses:
-        """The training losses of one micro-batch, normalised by the totals of its step. Inputs as in `loss`."""
+        """The training losses of one micro-batch, normalised by the denominators of its step. Inputs as in `loss`."""
         terms = self._terms(input_ids, labels, anchors, objective.detach_confidence, batch)
         total = objective.ce * terms.ce_sum + objective.l1 * terms.l1_sum + objective.confidence * terms.bce_sum
         sure = torch.sigmoid(terms.confidence[terms.valid])
         bins = (sure * BINS).long().clamp(max=BINS - 1)
         judged = torch.stack([torch.ones_like(sure), sure, terms.alpha[terms.valid]], dim=1).double()
         return DraftLosses(
-            total=total / totals.weight,
+            total=total / denominators.weight,
             ce_sum=terms.ce_sum.detach(),
             l1_sum=terms.l1_sum.detach(),
             bce_sum=terms.bce_sum.detach(),
@@ -393,10 +395,10 @@ class Drafter(nn.Module):
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool, batch: dict[str, Tensor]
     ) -> _Terms:
         features = self._features(input_ids, {**batch, "labels": labels})
-        pack = features.pack
-        where = self.locate(anchors, pack, input_ids.shape)
-        slots = slots_of(where, pack, input_ids, labels, self.block_size)
-        hidden, routings = self._blocks(self.main_x(features.entering), where, pack, slots.before[:, 0])
+        layout = features.layout
+        where = self.locate(anchors, layout, input_ids.shape)
+        slots = slots_of(where, layout, input_ids, labels, self.block_size)
+        hidden, routings = self._blocks(self.main_x(features.entering), where, layout, slots.before[:, 0])
         embedded = self._last.markov_head.embed(slots.before)
         rows = slots.valid.flatten().nonzero().flatten()
 
@@ -429,8 +431,8 @@ class Drafter(nn.Module):
         """[T, target layers * d] of the backbone -> [T, d], what all stages make their context keys from."""
         return self.mtp[0].main_norm(self.mtp[0].main_proj(entering))
 
-    def locate(self, anchors: Tensor, pack: Pack, shape: Sequence[int]) -> Anchors:
-        """Where the anchors of rows [B, S] stand in the pack."""
+    def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
+        """Where the anchors of rows [B, S] stand in the layout."""
         rows, length = shape
         wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
         if not (anchors.dim() == 2 and len(anchors) == rows or anchors.dim() == 1 and rows == 1):
@@ -440,9 +442,9 @@ class Drafter(nn.Module):
         flat = flat.index_select(0, real)
         place = real.div(anchors.shape[-1], rounding_mode="floor") * length + flat - 1
         wrong = (flat < 1) | (flat > length)
-        last = place if pack.gather is None else torch.searchsorted(pack.gather, place).clamp(max=pack.tokens - 1)
-        if pack.gather is not None:
-            wrong |= pack.gather.index_select(0, last) != place
+        last = place if layout.gather is None else torch.searchsorted(layout.gather, place).clamp(max=layout.tokens - 1)
+        if layout.gather is not None:
+            wrong |= layout.gather.index_select(0, last) != place
         if bool(wrong.any()):
             at = int(flat[wrong][0])
             raise ValueError(
@@ -453,38 +455,40 @@ class Drafter(nn.Module):
     def _features(self, input_ids: Tensor, batch: dict[str, Tensor]) -> Features:
         return self.backbone.features(self.config.text.dspark_target_layer_ids, input_ids, **batch)
 
-    def _blocks(self, main_x: Tensor, where: Anchors, pack: Pack, first: Tensor) -> tuple[Tensor, list[Routing]]:
+    def _blocks(
+        self, main_x: Tensor, where: Anchors, layout: SequenceLayout, first: Tensor
+    ) -> tuple[Tensor, list[Routing]]:
         """The stages over the context main_x [T, d]: hidden [N, B, d] and their routings. first int64 [N]: the anchor
         tokens. Without any anchor one block runs all the same, and is dropped: no rank may miss the exchanges of expert
         inputs, nor those of the backward.
         """
-        context_keys = [stage.attn.window_keys(main_x, pack.phasors) for stage in self.mtp]
+        context_keys = [stage.attn.window_keys(main_x, layout.phasors) for stage in self.mtp]
         if len(first):
-            return self.run(first, self.layout(where, pack), context_keys)
+            return self.run(first, self.draft_layout(where, layout), context_keys)
         nowhere = first.new_zeros(1)
-        hidden, routings = self.run(nowhere, self.layout(where._replace(last=nowhere), pack), context_keys)
+        hidden, routings = self.run(nowhere, self.draft_layout(where._replace(last=nowhere), layout), context_keys)
         return hidden[:0], [Routing(*(x[:0] for x in routing)) for routing in routings]
 
-    def layout(self, where: Anchors, pack: Pack) -> Layout:
-        """The drafts of a pack's anchors; places are pack indices."""
+    def draft_layout(self, where: Anchors, layout: SequenceLayout) -> DraftLayout:
+        """The drafts of a layout's anchors; places are token indices."""
         window = self.config.text.sliding_window
         index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=where.last.device)
-        hidden = index < pack.document_start.index_select(0, where.last)[:, None]
-        position = pack.position.index_select(0, where.last) + 1
-        return Layout(index.clamp(min=0), hidden, self.phasors(position))
+        hidden = index < layout.document_start.index_select(0, where.last)[:, None]
+        position = layout.position.index_select(0, where.last) + 1
+        return DraftLayout(index.clamp(min=0), hidden, self.phasors(position))
 
     def phasors(self, anchors: Tensor) -> Tensor:
         """complex64 [N*B, rope/2] of blocks at positions int64 [N]."""
         positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
         return rotations(positions.flatten(), self.frequencies)
 
-    def run(self, first: Tensor, layout: Layout, context_keys: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
+    def run(self, first: Tensor, layout: DraftLayout, context_keys: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
         """All stages, each with its context keys [M, D] -> hidden [N, B, d] and the routings of the N*B drafts."""
         noise = torch.full((len(first), self.block_size), self.config.text.dspark_noise_token_id, device=first.device)
         noise[:, 0] = first
         with torch.no_grad():
             x = self.backbone.embed(noise.flatten())
-        state, routings, plain = self.backbone.enter(x), [], self.runtime.attention == "dense"
+        state, routings, plain = self.backbone.init_streams(x), [], self.runtime.attention == "dense"
         for stage, keys in zip(self.mtp, context_keys, strict=True):
             if self.runtime.recompute and torch.is_grad_enabled():
                 state, routing = checkpoint(stage, state, keys, layout, plain, use_reentrant=False)
@@ -502,7 +506,7 @@ class Drafter(nn.Module):
 
 
 class Slots(NamedTuple):
-    """The slots of N blocks, all [N, B]: at int64, pack index of the token before each (behind the document: of its
+    """The slots of N blocks, all [N, B]: at int64, token index of the token before each (behind the document: of its
     last token), where the backbone's state predicts the same; before int64, that token; target int64, -100 for none;
     valid bool: this slot and all before it have a target; weights fp32.
     """
@@ -514,12 +518,12 @@ class Slots(NamedTuple):
     weights: Tensor
 
 
-def slots_of(where: Anchors, pack: Pack, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
-    """What the slots of a batch are taught; costs no forward. labels int64 [B, S], not shifted."""
-    ids, wanted = pack.flatten(input_ids), pack.flatten(labels)
+def slots_of(where: Anchors, layout: SequenceLayout, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
+    """What the slots of a batch are supervised; costs no forward. labels int64 [B, S], not shifted."""
+    ids, wanted = layout.flatten(input_ids), layout.flatten(labels)
     at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
-    document = pack.document.index_select(0, where.last)
-    end = pack.document_start.index_select(0, where.last) + pack.document_lengths.index_select(0, document) - 1
+    document = layout.document.index_select(0, where.last)
+    end = layout.document_start.index_select(0, where.last) + layout.document_lengths.index_select(0, document) - 1
     inside, at = at <= end[:, None], at.minimum(end[:, None])
     target = torch.where(inside, wanted[at], -100)[:, 1:]
     valid = (target >= 0).cumprod(1).bool()
@@ -531,7 +535,9 @@ def slot_weights(block_size: int, device: torch.device) -> Tensor:
     return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / DECAY)
 
 
-def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
+def attend_in_chunks(
+    q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float
+) -> Tensor:
     """Attention of drafts q [N*B, H, D] over their context keys and their block's keys [N*B, D] -> [N*B, H, D].
 
     Blocks gather their context, so many at a time that scores stay small; the backward gathers again.
@@ -555,7 +561,7 @@ def attend_in_chunks(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, s
     return torch.cat(found).view(-1, heads, dim)
 
 
-def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: Layout, sink: Tensor, scale: float) -> Tensor:
+def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float) -> Tensor:
     """The reference: block after block, only the keys that it sees, by `dense_attention`, whose `entries` these are."""
     found = []
     for places, hidden, own_q, own in zip(
@@ -606,5 +612,5 @@ def load_drafter(folder: str | Path, backbone: DeepseekV41) -> Drafter:
         raise ValueError(f"{folder / 'config.json'}: text_config is not that of the backbone given for the drafter")
     drafter = allocate_drafter(backbone)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    load_weights(drafter, folder, beside=list(parts(skeleton)))
+    load_weights(drafter, folder, beside=list(released_tensors(skeleton)))
     return drafter

@@ -16,8 +16,8 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 
 from model.config import TextConfig
-from model.layout import Pack
-from model.parallel.ranks import Ranks
+from model.layout import SequenceLayout
+from model.parallel.ranks import RankGroup
 from model.parallel.tables import Lookup, Table
 
 
@@ -180,7 +180,7 @@ def hash_ids(
 class Engram(nn.Module):
     """One Engram layer: table, projection to n keys and a value, per-stream gate."""
 
-    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
+    def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
         n, d = config.hc_mult, config.hidden_size
         self.n, self.eps = n, config.rms_norm_eps
@@ -192,7 +192,7 @@ class Engram(nn.Module):
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))
 
-    def forward(self, streams: Tensor, lookup: Lookup, pack: Pack) -> Tensor:
+    def forward(self, streams: Tensor, lookup: Lookup, layout: SequenceLayout) -> Tensor:
         """streams [T, n, d], the table's rows `hash_ids` [T, G] -> streams with the gated value added."""
         memory = self.wkv(lookup.rows().flatten(1)).unflatten(-1, (self.n + 1, -1))
         key, value = memory[:, : self.n].float(), memory[:, self.n].float()
@@ -201,16 +201,22 @@ class Engram(nn.Module):
         dot = (x * weight * key).sum(-1) * x.shape[-1] ** -0.5
         s = dot * torch.rsqrt(x.square().mean(-1) + self.eps) * torch.rsqrt(key.square().mean(-1) + self.eps)
         gate = torch.sigmoid(s.sign() * s.abs().clamp(min=1e-6).sqrt())
-        if pack.image is not None:
-            gate = gate * ~pack.image[:, None]
+        if layout.image is not None:
+            gate = gate * ~layout.image[:, None]
         return streams + (gate[:, :, None] * value[:, None, :]).to(streams.dtype)
 
 
-def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Tensor, pack: Pack) -> Tensor:
-    """Rows of Engram layer `layer` (a backbone layer id) for the pack's tokens int64 [T]."""
+def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Tensor, layout: SequenceLayout) -> Tensor:
+    """Rows of Engram layer `layer` (a backbone layer id) for the layout's tokens int64 [T]."""
     number = config.engram_layer_ids.index(layer)
     return hash_ids(
-        engram_tables(config), number, token_map, config.engram_pad_token_id, input_ids, pack.document_start, pack.image
+        engram_tables(config),
+        number,
+        token_map,
+        config.engram_pad_token_id,
+        input_ids,
+        layout.document_start,
+        layout.image,
     )
 
 

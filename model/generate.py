@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.backbone import DeepseekV41
 from model.cache.cache import Cache, Step
-from model.layout import build_pack
+from model.layout import build_layout
 
 
 @dataclass(frozen=True)
@@ -229,21 +229,21 @@ class Generator:
         model, text = self.model, self.model.config.text
         flags = [r.image_flags(self._passed(r), len(part)) for r, part in zip(batch, parts, strict=True)]
         step = whole = Step.after(self.cache, [r.row for r in batch], parts, flags)
-        state, kept = model.enter(self._embed(batch, step)), torch.arange(len(whole.document))
+        state, kept = model.init_streams(self._embed(batch, step)), torch.arange(len(whole.document))
         chosen = torch.full((len(kept), text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
         layers = range(text.num_hidden_layers)
-        lookups = model.look_up(layers[: text.decoder_start] if step.splits else layers, step.ids, step.pack, step)
+        lookups = model.look_up(layers[: text.decoder_start] if step.splits else layers, step.ids, step.layout, step)
         for layer in layers:
             if layer == text.decoder_start and step.splits:
                 early, late = step.split()
                 if early is not None:
-                    model.remember(layer, state.at(early.kept), early.step)
+                    model.prefill_kv(layer, state.at(early.kept), early.step)
                 if late is None:
                     step = None
                     break
                 state, step, kept = state.at(late.kept), late.step, late.kept.cpu()
-                lookups = model.look_up(layers[layer:], step.ids, step.pack, step)
-            result = model.advance(layer, state, lookups, step.pack, step=step)
+                lookups = model.look_up(layers[layer:], step.ids, step.layout, step)
+            result = model.run_block(layer, state, lookups, step.layout, step=step)
             state = result.state
             if self.record_routing:
                 chosen[kept, layer] = result.routing.indices.to("cpu", torch.int16)
@@ -253,7 +253,7 @@ class Generator:
                 running.routing.append(part)
         if step is None:
             return {}
-        hidden = model.leave(state).index_select(0, step.on_device(step.start + step.host_count - 1))
+        hidden = model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
         return {span.row: h for span, h in zip(step.spans, hidden, strict=True)}
 
     def _passed(self, running: _Running) -> int:
@@ -277,8 +277,8 @@ class Generator:
         images = {name: tensor.to(device) for name, tensor in request.images.items()}
         images["vision_token_types"] = images["vision_token_types"][None]
         ids = torch.tensor([request.prompt], device=device)
-        pack = build_pack(self.model.config.text, ids, vision_token_types=images["vision_token_types"])
-        return self.model.embed_batch(ids[0], pack, **images)
+        layout = build_layout(self.model.config.text, ids, vision_token_types=images["vision_token_types"])
+        return self.model.embed_batch(ids[0], layout, **images)
 
     def _draw(self, batch: list[_Running], hidden: dict[int, Tensor]) -> None:
         """Draw each one's next token from its row's hidden state [d]."""

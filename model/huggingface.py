@@ -33,7 +33,7 @@ from model.backbone import DeepseekV41, build_model
 from model.cache.cache import Cache, Step
 from model.checkpoint.checkpoint import COMPANIONS, SCALES, SHARD_BYTES, load_pretrained, own_state, save_pretrained
 from model.checkpoint.released import INDEX, is_quantised
-from model.config import MODEL_TYPE, ModelConfig, Runtime
+from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
 from model.engram import build_token_map
 
 PREFILL_TOKENS = 4096  # prompt tokens of one pass
@@ -134,7 +134,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         config: DeepseekV41Config,
         model: DeepseekV41 | None = None,
-        runtime: Runtime | None = None,
+        runtime: ForwardOptions | None = None,
         tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
     ):
         super().__init__(config)
@@ -162,7 +162,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: Any = None,
-        runtime: Runtime | None = None,
+        runtime: ForwardOptions | None = None,
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
         """A model in evaluation mode from a folder in the released layout, or from the hub.
@@ -249,7 +249,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
         labels int64 [B, S] are not shifted, -100 is ignored. The loss is a mean over targets, or their sum divided by
         `num_items_in_batch` (targets of all micro-batches of a step, which then add up). position_ids that begin at 0
-        several times in a row pack documents. decoding: see there.
+        several times in a row layout documents. decoding: see there.
         """
         for name in ("inputs_embeds", "past_key_values", "cache"):
             if others.get(name) is not None:
@@ -272,7 +272,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         )
         loss = out.loss
         if loss is not None and num_items_in_batch is not None:
-            loss = loss * self.model.totals(**batch, labels=labels).supervised / num_items_in_batch
+            loss = loss * self.model.loss_denominators(**batch, labels=labels).supervised / num_items_in_batch
         result = DeepseekV41Output(loss=loss, logits=out.logits, hidden_states=out.hidden_states)
         return result.to_tuple() if return_dict is False else result
 
@@ -384,12 +384,12 @@ class Decoding:
         """One pass of all layers: the hidden state [B, d] of every row's last token."""
         model = self.model
         layers = range(model.config.text.num_hidden_layers)
-        state = model.enter(model.embed(step.ids))
-        lookups = model.look_up(layers, step.ids, step.pack, step)
+        state = model.init_streams(model.embed(step.ids))
+        lookups = model.look_up(layers, step.ids, step.layout, step)
         for layer in layers:
-            state = model.advance(layer, state, lookups, step.pack, step=step).state
+            state = model.run_block(layer, state, lookups, step.layout, step=step).state
         step.commit()
-        return model.leave(state).index_select(0, step.on_device(step.start + step.host_count - 1))
+        return model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
 
 
 # What transformers passes along, that changes nothing here.
@@ -450,7 +450,7 @@ def _device(device_map: Any) -> torch.device:
     return torch.device(device_map)
 
 
-def _new_model(config: ModelConfig, runtime: Runtime | None, tokenizer: Any) -> DeepseekV41:
+def _new_model(config: ModelConfig, runtime: ForwardOptions | None, tokenizer: Any) -> DeepseekV41:
     token_map = None
     if config.text.engram_layer_ids:
         if tokenizer is None:

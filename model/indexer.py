@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import TextConfig
-from model.layout import Entries, Pack
+from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
 from model.precision import without_autocast
 from model.quantize import fake_quant_mxfp4
@@ -46,10 +46,10 @@ class Indexer(nn.Module):
             self.wk = nn.Linear(config.head_dim, self.dim, bias=False)
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
-    def query(self, x: Tensor, q_lat: Tensor, pack: Pack) -> IndexQuery:
+    def query(self, x: Tensor, q_lat: Tensor, layout: SequenceLayout) -> IndexQuery:
         """x [T, d], q_lat [T, q_lora]; both are detached here, the language-model loss does not reach the indexer."""
         q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))
-        q = fake_quant_mxfp4(rotate(q, pack.phasors_yarn))
+        q = fake_quant_mxfp4(rotate(q, layout.phasors_yarn))
         weights = self.weights_proj(x.detach()).float() * (self.dim**-0.5 * self.heads**-0.5)
         return IndexQuery(q, weights)
 
@@ -148,7 +148,7 @@ def _query_chunks(entries: Entries, heads: int, block: int):
     tokens, start = len(first), 0
     while start < tokens:
         low, size = first[start], 16
-        # a chunk's reach only grows along the pack, so it may double while its scores fit the budget
+        # a chunk's reach only grows along the batch, so it may double while its scores fit the budget
         while size < tokens - start and heads * 2 * size * (last[min(start + 2 * size, tokens) - 1] - low) <= budget:
             size *= 2
         stop = min(start + size, tokens)
@@ -209,7 +209,7 @@ def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: in
     return (slots + low).masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
 
 
-class Lesson(NamedTuple):
+class IndexerLossInputs(NamedTuple):
     """All that one index source's loss needs: its query and keys (with their graph), and what was selected."""
 
     query: IndexQuery
@@ -217,15 +217,22 @@ class Lesson(NamedTuple):
     topk_indices: Tensor
 
 
-def indexer_loss(lesson: Lesson, mass: Tensor, taught: Tensor) -> Tensor:
-    """Sum over the taught queries of KL(target || student) on their selected entries: 0-d fp32.
+def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervised: Tensor) -> Tensor:
+    """Sum over the supervised queries of KL(target || student) on their selected entries: 0-d fp32.
 
     Target: attention mass [T, K] that the layers which consume the selection put on its entries (summed over heads
     and layers, the main attention's own denominators), L1-normalised, detached. Student: softmax of the index scores
-    over the same entries. taught bool [T]: supervised queries. Queries that see no entry are left out. V3.2's sparse
-    stage, carried over to V4.1.
+    over the same entries. supervised bool [T]: the queries that count; those that see no entry are left out. V3.2's
+    sparse stage, carried over to V4.1.
     """
-    return _IndexerLoss.apply(lesson.query.q, lesson.query.weights, lesson.keys, lesson.topk_indices, mass, taught)
+    return _IndexerLoss.apply(
+        indexer_loss_inputs.query.q,
+        indexer_loss_inputs.query.weights,
+        indexer_loss_inputs.keys,
+        indexer_loss_inputs.topk_indices,
+        mass,
+        supervised,
+    )
 
 
 class _IndexerLoss(torch.autograd.Function):
@@ -233,7 +240,7 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, q, weights, keys, topk_indices, mass, taught):
+    def forward(ctx, q, weights, keys, topk_indices, mass, supervised):
         tokens, heads, dim = q.shape
         k = topk_indices.shape[1]
         need = any(ctx.needs_input_grad[:3])
@@ -241,7 +248,7 @@ class _IndexerLoss(torch.autograd.Function):
         d_keys = torch.zeros_like(keys, dtype=torch.float32) if need else None
         total = torch.zeros((), dtype=torch.float32, device=q.device)
         scratch = Scratch()
-        rows_all = (taught & (topk_indices >= 0).any(-1)).nonzero().flatten()
+        rows_all = (supervised & (topk_indices >= 0).any(-1)).nonzero().flatten()
         step = max(1, chunk_elements(q.device) // max(1, k * (heads + dim)))
         for rows in rows_all.split(step):
             index = topk_indices.index_select(0, rows)

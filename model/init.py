@@ -39,7 +39,7 @@ def init_weights(model: DeepseekV41 | Drafter, seed: int) -> None:
             parameter.zero_()
         else:
             _draw_normal(parameter, text.initializer_range, generator)
-    for bias, bias_vl in model.balance_buffers():
+    for bias, bias_vl in model.router_biases():
         bias.zero_()
         bias_vl.zero_()
 

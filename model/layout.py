@@ -1,10 +1,10 @@
-"""The pack: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
+"""The sequence layout: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
 
 Every layer works on [T, ...] tensors. Rows, padding and document borders exist only here: each row of a batch is one
 document, or several when `seq_lens` says so; padding is dropped on entry and put back on exit. So a packed batch
 equals its documents run alone, and nothing needs alignment between documents.
 
-Shapes: T tokens of the pack, N entry slots of one compression ratio.
+Shapes: T tokens of the layout, N entry slots of one compression ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Entries:
 
     ratio: int
     slots: int
-    members: Tensor  # int64 [N, r]: pack indices of the slot's tokens (unused slots repeat valid ones)
+    members: Tensor  # int64 [N, r]: token indices of the slot's tokens (unused slots repeat valid ones)
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
@@ -39,16 +39,16 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Pack:
+class SequenceLayout:
     """Token layout of one micro-batch; immutable, built once and read by every layer."""
 
     rows: int
     row_length: int
     gather: Tensor | None  # int64 [T]: where each token lies in the flattened [B*S]; None when all positions are real
     document: Tensor  # int64 [T]: running document number over the batch
-    document_start: Tensor  # int64 [T]: pack index of the first token of the token's document
+    document_start: Tensor  # int64 [T]: token index of the first token of the token's document
     document_lengths: Tensor  # int64 [documents]
-    window_start: Tensor  # int64 [T]: pack index of the first token in the query's sliding window
+    window_start: Tensor  # int64 [T]: token index of the first token in the query's sliding window
     decoder_window_start: Tensor  # the same for the decoder's layers
     position: Tensor  # int64 [T]: position in the document
     image: Tensor | None  # bool [T]: token belongs to an image span; None when the batch has no image
@@ -73,14 +73,14 @@ class Pack:
         return x.reshape(self.rows, self.row_length, *x.shape[1:])
 
 
-def build_pack(
+def build_layout(
     config: TextConfig,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     seq_lens: Tensor | None = None,
     vision_token_types: Tensor | None = None,
     replay_start: Tensor | None = None,
-) -> Pack:
+) -> SequenceLayout:
     """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
     and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one a row without
     `seq_lens`): where bounded replay is simulated to begin, see `bound_windows`. Raises ValueError when they are
@@ -96,7 +96,7 @@ def build_pack(
     device = input_ids.device
     starts, lengths = _documents(rows, row_length, attention_mask, seq_lens)
     length = torch.tensor(lengths)
-    token_start = length.cumsum(0) - length  # pack index of each document's first token
+    token_start = length.cumsum(0) - length  # token index of each document's first token
     document = torch.repeat_interleave(torch.arange(len(lengths)), length)
     position = torch.arange(int(length.sum())) - token_start[document]
     gather = torch.tensor(starts)[document] + position
@@ -112,7 +112,7 @@ def build_pack(
         replays = _replays(replay_start, rows, seq_lens, length)
         window_start = bound_windows(window_start, position, document_start, replays[document])
     window_start = window_start.to(device)
-    return Pack(
+    return SequenceLayout(
         rows=rows,
         row_length=row_length,
         gather=None if full else gather.to(device),
@@ -141,11 +141,11 @@ def bound_windows(window_start: Tensor, position: Tensor, document_start: Tensor
     return torch.where(position >= replay_start, bounded, window_start)
 
 
-def prompt_lengths(pack: Pack, labels: Tensor) -> Tensor:
+def prompt_lengths(layout: SequenceLayout, labels: Tensor) -> Tensor:
     """int64 [documents]: tokens before the first supervised one (labels int64 [T], not shifted); 0 without any."""
-    first = torch.where((labels >= 0) & (pack.position > 0), pack.position, pack.tokens)
-    lengths = torch.full_like(pack.document_lengths, pack.tokens).scatter_reduce(0, pack.document, first, "amin")
-    return torch.where(lengths == pack.tokens, 0, lengths)
+    first = torch.where((labels >= 0) & (layout.position > 0), layout.position, layout.tokens)
+    lengths = torch.full_like(layout.document_lengths, layout.tokens).scatter_reduce(0, layout.document, first, "amin")
+    return torch.where(lengths == layout.tokens, 0, lengths)
 
 
 def _replays(replay_start: Tensor, rows: int, seq_lens: Tensor | None, length: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_le
             real = mask.nonzero().flatten()
             if len(real) and int(real[-1]) - int(real[0]) + 1 != len(real):
                 raise ValueError(
-                    f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to pack)"
+                    f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to layout)"
                 )
             if len(real):
                 starts.append(row * row_length + int(real[0]))

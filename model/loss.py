@@ -240,8 +240,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def next_token_targets(labels: Tensor, document: Tensor) -> Tensor:
-    """Unshifted labels int64 [T] of a pack -> target of each position, -100 where the next token is in another
-    document.
+    """Unshifted labels int64 [T] of a flattened batch -> target of each position, -100 where the next token is in
+    another document.
     """
     shifted = F.pad(labels[1:], (0, 1), value=-100)
     crosses = F.pad(document[1:] != document[:-1], (0, 1), value=True)

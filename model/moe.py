@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import TextConfig
-from model.layout import Pack
-from model.parallel.ranks import Ranks, exchange, exchange_counts, expert_shard
+from model.layout import SequenceLayout
+from model.parallel.ranks import RankGroup, exchange, exchange_counts, expert_shard
 
 
 class Routing(NamedTuple):
@@ -57,7 +57,7 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     """The routed experts of a layer that this rank holds, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
 
-    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
+    def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
         self.layer, self.shard = layer, expert_shard(config.n_routed_experts, ranks)
         e, d, f = len(self.shard), config.hidden_size, config.moe_intermediate_size
@@ -142,17 +142,17 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus the shared expert, with the statistics that balancing needs."""
 
-    def __init__(self, config: TextConfig, layer: int, ranks: Ranks):
+    def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
         self.gate = Gate(config)
         self.experts = Experts(config, layer, ranks)
         self.shared_experts = SharedExpert(config)
 
-    def forward(self, x: Tensor, pack: Pack, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def forward(self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
         """x [T, d] -> ([T, d], routing). replay: see `Gate`. The routing is returned, never stored: a recomputed block
         counts nothing twice.
         """
-        routing = self.gate(x, pack.image, replay)
+        routing = self.gate(x, layout.image, replay)
         y = self.experts(x, routing) + self.shared_experts(x).float()
         return y.to(x.dtype), routing
 
@@ -179,19 +179,19 @@ def expert_load(routing: Routing, image: Tensor | None) -> Tensor:
     return torch.bincount(cell.flatten(), minlength=2 * experts).view(2, experts)
 
 
-def sequence_balance(routing: Routing, pack: Pack) -> Tensor:
+def sequence_balance(routing: Routing, layout: SequenceLayout) -> Tensor:
     """Sequence-level balance loss summed over tokens: sum over documents of length * sum_e f_e P_e (DeepSeek-V3 form).
 
     f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its
     length (our choice: packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
     """
     experts, k = routing.scores.shape[1], routing.indices.shape[1]
-    documents = pack.document_lengths.shape[0]
-    cell = pack.document[:, None] * experts + routing.indices
+    documents = layout.document_lengths.shape[0]
+    cell = layout.document[:, None] * experts + routing.indices
     count = torch.bincount(cell.flatten(), minlength=documents * experts).view(documents, experts)
-    frequency = count * (experts / k) / pack.document_lengths[:, None]
+    frequency = count * (experts / k) / layout.document_lengths[:, None]
     share = routing.scores / routing.scores.sum(-1, keepdim=True)
-    return (share * frequency.index_select(0, pack.document)).sum()
+    return (share * frequency.index_select(0, layout.document)).sum()
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

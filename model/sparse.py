@@ -80,7 +80,7 @@ def gathered_attention(q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, sc
 
 
 @torch.no_grad()
-def full_mass(
+def dense_attention_mass(
     q: Tensor,
     window_kv: Tensor,
     window_start: Tensor,

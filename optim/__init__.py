@@ -6,10 +6,10 @@ Read in this order: groups (who gets what), optimizer (the step), muon, sinkhorn
 from .adamw import AdamWSettings
 from .balance import load_statistics, update_router_bias_, update_router_biases_
 from .clip import clip_, global_norm
-from .groups import Group, Row, Rule, assign, format_table
+from .groups import Group, ParameterRow, Rule, assign, format_table
 from .muon import MuonSettings
 from .optimizer import Optimizer, Settings
-from .ownership import Place
+from .ownership import ParameterPlacement
 from .schedule import Schedule
 from .sinkhorn import SinkhornSettings
 
@@ -18,8 +18,8 @@ __all__ = [
     "Group",
     "MuonSettings",
     "Optimizer",
-    "Place",
-    "Row",
+    "ParameterPlacement",
+    "ParameterRow",
     "Rule",
     "Schedule",
     "Settings",

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ownership import Ranks
+from .ownership import RankGroupLike
 
-WHOLE: Mapping[Tensor, Ranks] = {}
+WHOLE: Mapping[Tensor, RankGroupLike] = {}
 
 
 @torch.no_grad()
-def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, Ranks] = WHOLE) -> Tensor:
+def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
     """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; one without a gradient
     counts not.
 
@@ -24,7 +24,7 @@ def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, Ranks] = WHOLE)
 
 
 @torch.no_grad()
-def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, Ranks] = WHOLE) -> Tensor:
+def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
     """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before, 0-d fp32,
     the same on all processes.
 
@@ -45,7 +45,7 @@ def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in unique.values() if p.grad is not None]
 
 
-def _norm(params: list[Tensor], parts: Mapping[Tensor, Ranks]) -> Tensor:
+def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
     """What is whole counts once, of what is split every part."""
     whole = [p.grad for p in params if p not in parts]
     norms = [_norm_of(whole)] if whole else []

@@ -58,7 +58,7 @@ class Group:
     blocks: list[Blocks | None] = field(default_factory=list)
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     """One parameter in the printed table."""
 
     parameter: str
@@ -121,7 +121,7 @@ def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
     return " + ".join(f"{count} x [{rows}, {shape[1]}]" for count, rows in blocks)
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[ParameterRow]) -> str:
     """Align `rows` as text, with a last line that counts parameters.
 
     Names that differ only in a layer number and agree in all else share a line: `layers.{0-39}.attn.wq_a.weight`.

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adamw import AdamWSettings, adamw_step
-from .groups import MAIN, Group, Row, blocks_text
+from .groups import MAIN, Group, ParameterRow, blocks_text
 from .muon import MuonSettings, muon_step
-from .ownership import Place, Ranks, share_out
+from .ownership import ParameterPlacement, RankGroupLike, assign_owners
 from .sinkhorn import SinkhornSettings, sinkhorn_step, whole
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
@@ -40,30 +40,33 @@ class Optimizer(torch.optim.Optimizer):
     dtype, so train with fp32 (master) weights: in bf16 most steps are below half a unit in the last place. Matrices
     must be whole in each process: a wrapper that flattens or slices parameters is refused at the step.
 
-    With `places` (a parameter's name -> where it lies among processes) the work is shared out: a parameter's state
+    With `placements` (a parameter's name -> where it lies among processes) the work is shared out: a parameter's state
     exists at its owner only, which updates it and sends the result to the others that hold it. All processes must then
     step together, with gradients for the same parameters. A stack of matrices may be split by matrices, a table of the
     Sinkhorn method by rows; nothing else may be split.
     """
 
     def __init__(
-        self, groups: Sequence[Group], settings: Settings | None = None, places: Mapping[str, Place] | None = None
+        self,
+        groups: Sequence[Group],
+        settings: Settings | None = None,
+        placements: Mapping[str, ParameterPlacement] | None = None,
     ) -> None:
         self.settings = settings or Settings()
         super().__init__([{**vars(group), "factor": 1.0} for group in groups], {"lr": 0.0})
-        self._places: dict[Tensor, Place] = {}
+        self._placements: dict[Tensor, ParameterPlacement] = {}
         self._owners: dict[Tensor, int] = {}
-        if places is not None:
-            self._share_out(places)
+        if placements is not None:
+            self._assign_owners(placements)
 
     def owns(self, param: Tensor) -> bool:
         """Whether this process updates the parameter and keeps its state."""
-        return param not in self._places or self._owners[param] == self._places[param].holders.rank
+        return param not in self._placements or self._owners[param] == self._placements[param].replica_group.rank
 
     @property
-    def parts(self) -> dict[Tensor, Ranks]:
+    def parts(self) -> dict[Tensor, RankGroupLike]:
         """The processes that hold the other parts of each split parameter."""
-        return {param: place.parts for param, place in self._places.items() if place.parts.size > 1}
+        return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
 
     def state_bytes(self) -> int:
         """Size of the state of all that this process owns, once every parameter was trained."""
@@ -101,17 +104,17 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped = [param for group in self.param_groups if group["factor"] for param in self._step_group(group)]
-        self._hand_out(stepped)
+        self._broadcast_updated(stepped)
         return loss
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ParameterRow]:
         """One row per parameter, sorted by name; print with `format_table`."""
         rows = []
         for group in self.param_groups:
             for name, param, blocks in zip(group["names"], group["params"], group["blocks"], strict=True):
                 text = blocks_text(param.shape, blocks) if group["method"] == "muon" else "-"
                 numbers = group["lr_factor"], group["weight_decay"], group["schedule"]
-                rows.append(Row(name, group["method"], tuple(param.shape), text, *numbers))
+                rows.append(ParameterRow(name, group["method"], tuple(param.shape), text, *numbers))
         return sorted(rows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -175,35 +178,35 @@ class Optimizer(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
             adamw_step(params, grads, *buffers, [s["step"] for s in states], **numbers, settings=self.settings.adamw)
 
-    def _share_out(self, places: Mapping[str, Place]) -> None:
-        """Choose owners, among each set of holders by the bytes of state. Every process finds the same ones; the parts
+    def _assign_owners(self, placements: Mapping[str, ParameterPlacement]) -> None:
+        """Choose owners, among each replica group by the bytes of state. Every process finds the same ones; the parts
         of a split parameter get owners that are parts of one copy, so that these can sum over it.
         """
         kinds: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         for group in self.param_groups:
             for name, param in zip(group["names"], group["params"], strict=True):
-                place = self._places[param] = places[name]
-                if place.parts.size > 1 and (group["method"], param.dim()) not in SPLITTABLE:
+                place = self._placements[param] = placements[name]
+                if place.shard_group.size > 1 and (group["method"], param.dim()) not in SPLITTABLE:
                     what = f"{name}: {group['method']} cannot update a {param.dim()}-D parameter that is split"
                     raise ValueError(f"{what}; its matrices must be whole in one process")
-                kinds[place.parts.size].append((param, place.numel * len(STATE_KEYS[group["method"]])))
+                kinds[place.shard_group.size].append((param, place.numel * len(STATE_KEYS[group["method"]])))
         for held in kinds.values():
-            owners = share_out([size for _, size in held], self._places[held[0][0]].holders.size)
+            owners = assign_owners([size for _, size in held], self._placements[held[0][0]].replica_group.size)
             self._owners |= {param: owner for (param, _), owner in zip(held, owners, strict=True)}
 
-    def _hand_out(self, stepped: Sequence[Tensor]) -> None:
+    def _broadcast_updated(self, stepped: Sequence[Tensor]) -> None:
         """Send each updated parameter from its owner to the others that hold it, several in a message."""
         messages: dict[tuple, list[Tensor]] = defaultdict(list)
         for param in stepped:
-            place = self._places.get(param)
-            if place is not None and place.holders.size > 1:
-                messages[place.parts.size, self._owners[param], param.dtype].append(param)
+            place = self._placements.get(param)
+            if place is not None and place.replica_group.size > 1:
+                messages[place.shard_group.size, self._owners[param], param.dtype].append(param)
         for (_, owner, _), params in messages.items():
-            holders = self._places[params[0]].holders
+            replicas = self._placements[params[0]].replica_group
             for batch in _batches(params):
                 flat = torch.cat([param.flatten() for param in batch])
-                dist.broadcast(flat, group=holders.group, group_src=owner)
-                if holders.rank != owner:
+                dist.broadcast(flat, group=replicas.group, group_src=owner)
+                if replicas.rank != owner:
                     for param, new in zip(batch, flat.split([param.numel() for param in batch]), strict=True):
                         param.copy_(new.view_as(param))
 
@@ -228,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
 
 
-def _sum_over(ranks: Ranks, tensor: Tensor) -> Tensor:
+def _sum_over(ranks: RankGroupLike, tensor: Tensor) -> Tensor:
     dist.all_reduce(tensor, group=ranks.group)
     return tensor
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 
-class Ranks(Protocol):
+class RankGroupLike(Protocol):
     """An ordered set of processes: `rank` is the own place among `size`; the group of one process is None."""
 
     group: dist.ProcessGroup | None
@@ -21,21 +21,22 @@ class Ranks(Protocol):
     size: int
 
 
-class Place(NamedTuple):
+class ParameterPlacement(NamedTuple):
     """Of one parameter, as this process holds it.
 
     Attributes:
-        holders: the processes that hold the same values.
-        parts: the processes that hold the other rows (or experts) of a parameter that is split along its first axis.
+        replica_group: the processes that hold the same values.
+        shard_group: the processes that hold the other rows (or experts) of a parameter that is split along
+            its first axis.
         numel: elements of the largest part; the same number in all of them.
     """
 
-    holders: Ranks
-    parts: Ranks
+    replica_group: RankGroupLike
+    shard_group: RankGroupLike
     numel: int
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """The owner of each of several indivisible things, so that the fullest of `ranks` has little: the largest first,
     each to the one that has least so far (the lowest number of equals). At most 4/3 of the best possible.
     """

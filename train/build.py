@@ -16,9 +16,9 @@ from data import build_loaders, load_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.checkpoint.checkpoint import check_packable
 from model.engram import build_token_map
-from model.parallel.ranks import Ranks
-from optim import Optimizer, Place, assign
-from train.checkpoint.init_from import holds_drafter, load_origin
+from model.parallel.ranks import RankGroup
+from optim import Optimizer, ParameterPlacement, assign
+from train.checkpoint.init_from import holds_drafter, load_pretrained_weights
 from train.config.schema import Config, ConfigError, problem
 from train.distributed.engine import Engine, World, pick_device
 from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
@@ -44,9 +44,9 @@ class Run:
         return self.world.device
 
     @property
-    def passes(self) -> int:
-        """Forward passes of this process in a step."""
-        return self.config.task.share(self.world.size)[1]
+    def micro_batches(self) -> int:
+        """Micro-batches of this process in a step."""
+        return self.config.task.per_rank_batch(self.world.size)[1]
 
     def memory(self) -> dict[str, int]:
         """Bytes of what this process holds of the model once every parameter was trained."""
@@ -67,7 +67,7 @@ class Run:
         return [self.backbone] if self.backbone is self.model else [self.backbone, self.model]
 
     @property
-    def kept(self) -> torch.nn.Module:
+    def checkpoint_module(self) -> torch.nn.Module:
         """What a checkpoint of the run holds: the model, or of one with an adapter the part that changes."""
         if not self.config.lora.on:
             return self.model
@@ -98,6 +98,7 @@ def build(config: Config, world: World | None = None) -> Run:
         seed=config.seed,
         device=world.device,
         parallel=world.parallel,
+        loss_weights=config.loss,
     )
     if config.checkpoint.export == "released":
         check_packable(model)
@@ -133,7 +134,7 @@ def open_data(
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        batch_size=config.task.share(world.size)[0] * world.size,
+        batch_size=config.task.per_rank_batch(world.size)[0] * world.size,
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,
@@ -188,7 +189,7 @@ def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
     """Load the weights that an adapter belongs to, and put it in. What was done, for the log."""
     from train.lora import inject  # takes seconds to import
 
-    origin = load_origin(model, config.init_from)
+    origin = load_pretrained_weights(model, config.init_from)
     inject.add_adapter(model, config.lora, config.seed)
     size = sum(map(whole_size, inject.trained_parameters(model).values()))
     return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
@@ -196,7 +197,7 @@ def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
 
 def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[str]]:
     """Load the weights that a drafter is to serve, for good, and make it. What was done, for the log."""
-    origin = load_origin(backbone, config.init_from)
+    origin = load_pretrained_weights(backbone, config.init_from)
     backbone.requires_grad_(False).eval()
     size = sum(map(whole_size, backbone.parameters()))
     notes = [f"backbone of {size:,} parameters, not trained: {origin}"]
@@ -248,17 +249,17 @@ def build_optimizer(
         dataclasses.replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules
     ]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    places = None if world is None or world.size == 1 else {name: place_of(p, world) for name, p in trained}
+    places = None if world is None or world.size == 1 else {name: placement_of(p, world) for name, p in trained}
     return Optimizer(assign(trained, rules), optim.settings, places)
 
 
-def place_of(parameter: torch.nn.Parameter, world: World) -> Place:
+def placement_of(parameter: torch.nn.Parameter, world: World) -> ParameterPlacement:
     """Where a parameter of ``world`` lies."""
     shard = getattr(parameter, "shard", None)
     if shard is None:
-        return Place(world.holders[1], Ranks(), parameter.numel())
+        return ParameterPlacement(world.replica_groups[1], RankGroup(), parameter.numel())
     largest = -(-shard.total // shard.ranks.size) * parameter.shape[1:].numel()
-    return Place(world.holders[shard.ranks.size], shard.ranks, largest)
+    return ParameterPlacement(world.replica_groups[shard.ranks.size], shard.ranks, largest)
 
 
 def _changed(section: str, before: Any, after: Any, keys: dict[str, Any]) -> list[str]:

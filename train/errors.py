@@ -16,7 +16,7 @@ REFUSED = (InputError, DataError, OSError)  # end a command with a message
 
 
 @contextmanager
-def given() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Around what is made from the user's input: model, optimizer and tokenizer refuse it by a plain ``ValueError``.
 
     Outside of this, as in the training loop, a plain ``ValueError`` is a mistake in the code.

@@ -21,7 +21,7 @@ from model.vision import START as IMAGE_START
 from optim import clip_, load_statistics, update_router_biases_
 from train.build import Run
 from train.checkpoint import run_state
-from train.checkpoint.run_state import Background, State
+from train.checkpoint.run_state import Background, TrainerState
 from train.config.schema import TaskConfig
 from train.distributed.engine import World
 from train.evaluation.exact_match import ExactMatch
@@ -46,37 +46,38 @@ def train_step(
     step: int,
     tokens: int,
     losses_of: Callable[[Batch, Any], Losses | DraftLosses] | None = None,
-    fillers: int = 0,
+    dummy_batches: int = 0,
 ) -> dict[str, Any]:
     """One optimizer step over the micro-batches of all ranks: exactly the step that one batch of all their rows would
     make.
 
-    Every loss is divided by the totals of the whole step, so that the gradients of micro-batches and ranks simply add
+    Every loss is divided by the denominators of the whole step, so the gradients of micro-batches and ranks simply add
     up. The router biases move once, after the update, by the expert load of the whole step. The numbers returned are
     those of the whole step, the same on every rank.
 
     Args:
         batches: this rank's, equally many on every rank.
         step, tokens: done before this step; they place it on the schedule.
-        losses_of: the losses of one micro-batch, divided by the step's totals; None: ``model.losses``.
-        fillers: so many of ``batches``, the last, count for nothing: they are run with those that other ranks have.
+        losses_of: the losses of one micro-batch, divided by the step's denominators; None: ``model.losses``.
+        dummy_batches: how many of the last ``batches`` only keep this rank in step with the others; they count for
+            nothing.
 
     Raises:
         NonFiniteError: on every rank, before anything is updated.
     """
     model, optimizer, optim, world = run.model, run.optimizer, run.config.optim, run.world
-    losses_of = losses_of or (lambda batch, totals: model.losses(**batch, totals=totals))
+    losses_of = losses_of or (lambda batch, denominators: model.losses(**batch, denominators=denominators))
     lr = optim.schedule.lr(step, tokens)
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
-    counts = [number < len(batches) - fillers for number in range(len(batches))]
-    each = [model.totals(**batch) for batch in batches]
-    totals = sum(own.to_tensor() * real for own, real in zip(each, counts, strict=True))
-    totals = type(each[0]).from_tensor(world.sum_(totals))
+    is_real = [number < len(batches) - dummy_batches for number in range(len(batches))]
+    each = [model.loss_denominators(**batch) for batch in batches]
+    counted = sum(own.to_tensor() * real for own, real in zip(each, is_real, strict=True))
+    denominators = type(each[0]).from_tensor(world.sum_(counted))
     sums: dict[str, torch.Tensor] = {}
     model.train()  # an adapter may have dropout
-    for batch, real in zip(batches, counts, strict=True):
+    for batch, real in zip(batches, is_real, strict=True):
         with precision(run):
-            losses = losses_of(batch, totals)
+            losses = losses_of(batch, denominators)
         run.engine.backward(losses.total * real)
         for name, value in _loss_sums(losses).items():
             sums[name] = sums.get(name, 0) + value * real
@@ -86,8 +87,8 @@ def train_step(
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
-    move_router_biases(run, sums["expert_load"])
-    return {"lr": lr, "grad_norm": norm, "real": totals.real, **sums}
+    update_router_biases(run, sums["expert_load"])
+    return {"lr": lr, "grad_norm": norm, "num_tokens": denominators.num_tokens, **sums}
 
 
 def sum_over_ranks(world: World, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,16 +104,16 @@ def sum_over_ranks(world: World, sums: dict[str, torch.Tensor]) -> dict[str, tor
     return found
 
 
-def move_router_biases(run: Run, load: torch.Tensor) -> None:
+def update_router_biases(run: Run, load: torch.Tensor) -> None:
     """Move each modality's biases by its own load, both by the total (``shared``), or none.
 
     ``load``: int64 [layers, 2, experts] of the whole step.
     """
     optim = run.config.optim
-    if optim.balance == "shared":
+    if optim.router_bias_mode == "shared":
         load = load.sum(1, keepdim=True).expand_as(load)
-    if optim.balance != "off":
-        update_router_biases_(run.model.balance_buffers(), load, optim.balance_rate)
+    if optim.router_bias_mode != "off":
+        update_router_biases_(run.model.router_biases(), load, optim.router_bias_rate)
 
 
 @torch.no_grad()
@@ -131,7 +132,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         batch, real = with_a_token(to_device(batch, run.device))
         with precision(run):
             judge = ExactMatch() if chat else None
-            losses = run.model.losses(**batch, totals=run.model.totals(**batch), objective=judge)
+            losses = run.model.losses(**batch, denominators=run.model.loss_denominators(**batch), objective=judge)
             probe.add(batch)
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
         load = load + losses.expert_load * real
@@ -205,7 +206,7 @@ def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
     return probe
 
 
-def train(run: Run, state: State, report: Reporter) -> None:
+def train(run: Run, state: TrainerState, report: Reporter) -> None:
     """Train on ``run.train_batches`` to the end of the run, see ``repeat``."""
     batches = iter(run.train_batches)
 
@@ -213,7 +214,7 @@ def train(run: Run, state: State, report: Reporter) -> None:
         if run.world.any(stopped()):
             return None
         started = time.perf_counter()
-        micro_batches = [to_device(next(batches), run.device) for _ in range(run.passes)]
+        micro_batches = [to_device(next(batches), run.device) for _ in range(run.micro_batches)]
         waited = time.perf_counter() - started
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
@@ -223,11 +224,11 @@ def train(run: Run, state: State, report: Reporter) -> None:
 
 def repeat(
     run: Run,
-    state: State,
+    state: TrainerState,
     report: Reporter,
     step: Callable[[Callable[[], bool]], dict[str, Any] | None],
     evaluate: Callable[[Callable[[], bool]], dict[str, Any] | None],
-    save: Callable[[State, Background | None], Path],
+    save: Callable[[TrainerState, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
     """The loop of every task: make steps until ``task.tokens``, evaluating and saving on the way.
@@ -284,7 +285,7 @@ def repeat(
         stop(run, state, received, save, background)
 
 
-def _evaluation_due(task: TaskConfig, state: State) -> bool:
+def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
     """Whether a run evaluates before it goes on from here, unless it just has."""
     if state.last_valid is None:
         return True
@@ -292,12 +293,12 @@ def _evaluation_due(task: TaskConfig, state: State) -> bool:
     return wanted and state.last_valid.get("step", state.step) != state.step
 
 
-def save(run: Run, state: State, background: Background | None = None) -> Path:
+def save(run: Run, state: TrainerState, background: Background | None = None) -> Path:
     """Write the run state, all ranks together; with ``background`` while training goes on."""
     return run_state.save(
         run.config.run_dir / "checkpoints",
         state,
-        model=run.kept,
+        model=run.checkpoint_module,
         optimizer=run.optimizer,
         data=run.train_batches.state_dict(),
         model_config=run.model_config.to_dict(),
@@ -306,11 +307,11 @@ def save(run: Run, state: State, background: Background | None = None) -> Path:
     )
 
 
-def resume(run: Run, folder: Path) -> State:
+def resume(run: Run, folder: Path) -> TrainerState:
     """Continue from a checkpoint of this run."""
     return run_state.load(
         folder,
-        model=run.kept,
+        model=run.checkpoint_module,
         optimizer=run.optimizer,
         set_data=run.train_batches.load_state_dict,
         model_config=run.model_config.to_dict(),
@@ -369,9 +370,9 @@ def stop_signals() -> Iterator[list[str]]:
 
 def stop(
     run: Run,
-    state: State,
+    state: TrainerState,
     received: list[str],
-    save: Callable[[State, Background | None], Path],
+    save: Callable[[TrainerState, Background | None], Path],
     background: Background | None,
 ) -> NoReturn:
     """Save by ``save`` what a run has that was asked to stop before its end. All ranks call it together.
@@ -391,9 +392,9 @@ def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in losses._asdict().items()}
 
 
-def _advance(run: Run, state: State, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
+def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
     """Move the counters past a finished step; returns its record."""
-    real = int(numbers["real"])
+    real = int(numbers["num_tokens"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
     queries, targets = numbers["index_queries"].clamp(min=1), int(numbers["supervised"])

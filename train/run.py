@@ -1,7 +1,7 @@
 """What a run of every task begins and ends with: its processes, its directory, its log.
 
-A task stands in ``opened``, makes its objects, continues from the checkpoint found or calls ``begin``, then trains in
-``reported``; ``report_files`` are its last lines.
+A task stands in ``run_session``, makes its objects, continues from the checkpoint found or calls ``begin``, then trains
+in ``run_logger``; ``report_files`` are its last lines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from model import save_pretrained
 from optim import format_table
 from train.build import Run, whole_size
 from train.checkpoint import run_state, storage
-from train.checkpoint.init_from import load_origin
-from train.checkpoint.run_state import State, write_text
+from train.checkpoint.init_from import load_pretrained_weights
+from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config, ConfigError, check_resumable, to_dict
 from train.distributed.engine import World, launch
 from train.logging.log import Reporter, Silent
@@ -27,7 +27,7 @@ from train.loop import Interrupted, NonFiniteError
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
+def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
     """All processes of the run, which end together, and no others in ``config.run_dir``.
 
     Yields the processes, the checkpoint to continue from if there is one, and the settings that changed since.
@@ -39,7 +39,7 @@ def opened(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
     """
     world = launch(config.parallel)
     alone = only_process_in(config.run_dir) if world.first else nullcontext()
-    with world.together(Interrupted, NonFiniteError), alone:
+    with world.collective_guard(Interrupted, NonFiniteError), alone:
         folder, changes = world.from_first(find_state(config))
         if world.first:
             print("Preparing data and model; the first time takes a minute ...", flush=True)
@@ -47,12 +47,12 @@ def opened(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
 
 
 @contextmanager
-def reported(
-    run: Run, state: State, folder: Path | None, changes: list[str], reporter: type[Reporter] = Reporter
+def run_logger(
+    run: Run, state: TrainerState, folder: Path | None, changes: list[str], reporter: type[Reporter] = Reporter
 ) -> Iterator[Reporter]:
     """Keep the settings of the run, announce it, and yield where its numbers go; closed in the end, whatever happens.
 
-    folder, changes: as ``opened`` gives them. reporter: what the first process reports by; the others are silent.
+    folder, changes: as ``run_session`` gives them. reporter: what the first process reports by; the others are silent.
     """
     if run.world.first:
         save_settings(run)
@@ -90,12 +90,12 @@ def only_process_in(directory: Path) -> Iterator[None]:
         yield
 
 
-def begin(run: Run) -> State:
+def begin(run: Run) -> TrainerState:
     """The state before the first step; the weights are those of ``init_from``, if that is set."""
     built_on = run.config.lora.on or run.config.dspark is not None  # then `build` has loaded them
     if run.config.init_from is not None and not built_on:
-        run.notes.append(f"weights: {load_origin(run.model, run.config.init_from)}")
-    return State()
+        run.notes.append(f"weights: {load_pretrained_weights(run.model, run.config.init_from)}")
+    return TrainerState()
 
 
 def save_settings(run: Run) -> None:
@@ -105,7 +105,7 @@ def save_settings(run: Run) -> None:
     write_text(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-def announce(run: Run, state: State, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+def announce(run: Run, state: TrainerState, report: Reporter, folder: Path | None, changes: list[str]) -> None:
     """The opening lines: what is trained, from where, and how."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
@@ -164,6 +164,6 @@ def keep_adapter(run: Run) -> Path:
     from train.lora import inject
 
     folder, config = run.config.run_dir / "adapter", run.config
-    inject.save_adapter(run.model, folder, config.init_from, biases=config.optim.balance != "off")
+    inject.save_adapter(run.model, folder, config.init_from, biases=config.optim.router_bias_mode != "off")
     inject.merge(run.model)
     return folder

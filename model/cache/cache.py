@@ -28,7 +28,7 @@ from torch import Tensor
 
 from model.config import TextConfig
 from model.engram import engram_tables, hash_ids
-from model.layout import Entries, Pack
+from model.layout import Entries, SequenceLayout
 from model.quantize import KV_INDEX, KV_MAIN, KV_WINDOW, KVFormat
 from model.rope import inverse_frequencies, rotations
 
@@ -36,7 +36,7 @@ PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every rati
 
 
 @dataclass
-class Row:
+class CachedSequence:
     """One sequence: tokens passed, its pages, the first positions that the window rings of encoder and decoder have
     seen, and (token id, is image) of its last tokens.
     """
@@ -105,7 +105,7 @@ def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
 
 
 class Cache:
-    """State of many sequences. `open` gives a row number, `close` frees it for another sequence.
+    """BlockState of many sequences. `open` gives a row number, `close` frees it for another sequence.
 
     kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
     prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
@@ -130,7 +130,7 @@ class Cache:
         self.window = {n: Store(KV_WINDOW, self.device) for n in layers}
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
         self.open_gates = {n: Store(None, self.device) for n in self.open_values}
-        self.rows: list[Row | None] = []
+        self.rows: list[CachedSequence | None] = []
         self.uses: list[int] = []  # of every page made: owners (sequences and the prefix index)
         self.free_pages: list[int] = []
         self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
@@ -147,7 +147,7 @@ class Cache:
         if None not in self.rows:
             self.rows.append(None)
         row = self.rows.index(None)
-        self.rows[row] = Row()
+        self.rows[row] = CachedSequence()
         return row
 
     def close(self, row: int) -> None:
@@ -295,9 +295,9 @@ class Cache:
         return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
 
 
-def _row(state: dict[str, Any]) -> Row:
+def _row(state: dict[str, Any]) -> CachedSequence:
     """A copy of its own."""
-    return Row(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})
+    return CachedSequence(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})
 
 
 class WindowAxis(NamedTuple):
@@ -339,7 +339,7 @@ class Span:
 
 
 class Step:
-    """One pass over new tokens. `pack` holds the new tokens only, a document for each sequence, with positions and
+    """One pass over new tokens. `layout` holds the new tokens only, a document for each sequence, with positions and
     visible entries that count what is cached. A step in which every sequence has one token decodes: each query then
     has its own range of slots and brings its own keys.
     """
@@ -362,7 +362,7 @@ class Step:
         depth = max(map(len, owned))
         self.pages = torch.tensor([pages + [0] * (depth - len(pages)) for pages in owned])
         self.ids = self.on_device(torch.tensor([token for span in spans for token in span.tokens]))
-        self.pack = self._pack()
+        self.layout = self._build_layout()
 
     @classmethod
     def after(
@@ -408,11 +408,11 @@ class Step:
     def on_device(self, x: Tensor) -> Tensor:
         return x.to(self.cache.device, non_blocking=True)
 
-    def _pack(self) -> Pack:
+    def _build_layout(self) -> SequenceLayout:
         frequencies = self.cache.frequencies
         position = self.on_device(self.position)
         start = self.on_device(self.start[self.document])
-        return Pack(
+        return SequenceLayout(
             rows=1,
             row_length=len(self.document),
             gather=None,
@@ -580,7 +580,7 @@ class LayerCache:
 
     def entries(self, kv: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Store the new entries' main KV [N, D] (not rounded yet) and index keys [N, Di]. Returns all entries of the
-        step's sequences in the slots of `pack.entries`; no main KV when decoding.
+        step's sequences in the slots of `layout.entries`; no main KV when decoding.
         """
         size = self.cache.page_tokens // self.ratio
         places = self.step.entry_places(self.ratio)

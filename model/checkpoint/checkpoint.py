@@ -37,8 +37,8 @@ from model.checkpoint.released import (
     SPELLED,
     Header,
     Shards,
-    Source,
     Stored,
+    TensorSource,
     file_headers,
     is_quantised,
     packed,
@@ -50,10 +50,10 @@ from model.checkpoint.released import (
     write_files,
     write_shards,
 )
-from model.config import ModelConfig, Runtime
+from model.config import ForwardOptions, ModelConfig
 from model.engram import build_token_map, engram_tables
-from model.parallel.collective_errors import ALONE, gathered, together
-from model.parallel.ranks import ONE_PROCESS, Parallel, Ranks
+from model.parallel.collective_errors import ALONE, all_or_none, gather_objects
+from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from model.quantize import FP4_ROWS, Packing
 
 SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out of other programs' *.safetensors
@@ -104,7 +104,7 @@ class Change(NamedTuple):
     apply: Callable[[slice, Tensor], Tensor]
 
 
-class Part(NamedTuple):
+class TensorShard(NamedTuple):
     """A released tensor of a model, and the rows of it that this process holds, from `start` on; None: no row."""
 
     name: str
@@ -113,13 +113,13 @@ class Part(NamedTuple):
     tensor: Tensor | None
     start: int
     number: int  # place among all parts of the model
-    copies: Ranks  # the processes that hold different rows (or experts); others hold the same as one of these
+    copies: RankGroup  # the processes that hold different rows (or experts); others hold the same as one of these
 
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + len(self.tensor))
 
-    def written_by(self, ranks: Ranks) -> bool:
+    def written_by(self, ranks: RankGroup) -> bool:
         """Whether this one of the processes that hold the rows is to write them."""
         if self.tensor is None:
             return False
@@ -127,7 +127,7 @@ class Part(NamedTuple):
         return self.number % others == ranks.rank // self.copies.size
 
 
-def parts(model: nn.Module) -> Iterator[Part]:
+def released_tensors(model: nn.Module) -> Iterator[TensorShard]:
     """Everything that a checkpoint of the whole model holds, in the order of the model; stacked experts one by one."""
     number = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -144,14 +144,14 @@ def parts(model: nn.Module) -> Iterator[Part]:
                 for expert in range(total)
             ]
         for released, (whole, part, first) in zip(released_names(name, torch.Size(shape)), found, strict=True):
-            yield Part(released, tuple(whole), tensor.dtype, part, first, number, ranks)
+            yield TensorShard(released, tuple(whole), tensor.dtype, part, first, number, ranks)
             number += 1
 
 
 def check_packable(model: nn.Module) -> None:
     """Raise ValueError that names every weight whose shape the released layout cannot hold."""
     problems = []
-    for part in parts(model):
+    for part in released_tensors(model):
         try:
             if packing := packing_of(part.name):
                 packing.codes_shape(*part.shape)
@@ -161,10 +161,10 @@ def check_packable(model: nn.Module) -> None:
         raise ValueError("\n  ".join(["this model cannot be written in the released layout:", *problems]))
 
 
-def scale_parts(model: nn.Module) -> Iterator[Part]:
+def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
     """The kept scales (`model.released_scales`) as parts, each under the name of its weight."""
     kept = getattr(model, "released_scales", {})
-    for part in parts(model) if kept else ():
+    for part in released_tensors(model) if kept else ():
         if part.name in kept:
             packing = packing_of(part.name)
             first = tile_span(part.rows, packing).start
@@ -175,7 +175,7 @@ def allocate_scales(model: nn.Module, names: Container[str]) -> None:
     """Make room in `model.released_scales` for this process's rows of the scales of some weights, not yet written."""
     model.released_scales = {
         part.name: torch.empty(packing_of(part.name).scale_shape(*part.tensor.shape), dtype=torch.float8_e8m0fnu)
-        for part in (parts(model) if names else ())
+        for part in (released_tensors(model) if names else ())
         if part.name in names and part.tensor is not None
     }
 
@@ -184,7 +184,7 @@ def load_pretrained(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    runtime: Runtime | None = None,
+    runtime: ForwardOptions | None = None,
     parallel: Parallel = ONE_PROCESS,
 ) -> DeepseekV41:
     """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
@@ -204,13 +204,13 @@ def load_pretrained(
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[Part] = ()) -> None:
+def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorShard] = ()) -> None:
     """Copy a folder's tensors into `model` (or a drafter), block by block; a spread model reads only its own experts
     and rows. Nothing is copied unless names, shapes and types agree completely, also those of `beside`, which the
     folder must hold too. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32
     entries).
     """
-    held = list(parts(model))
+    held = list(released_tensors(model))
     targets = {part.name: part for part in held if part.tensor is not None}
     with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
         sources = [source for source in sources if source.name in targets]
@@ -232,7 +232,7 @@ def save_pretrained(
     shard_bytes: int = SHARD_BYTES,
     format: Literal["plain", "released"] = "plain",
     companions: Mapping[str, str] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = ALONE,
     drafter: nn.Module | None = None,
 ) -> None:
     """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
@@ -250,13 +250,13 @@ def save_pretrained(
     """
     scales = {**getattr(model, "released_scales", {}), **getattr(drafter, "released_scales", {})}
 
-    def source(part: Part) -> Source:
+    def source(part: TensorShard) -> TensorSource:
         if not part.written_by(ranks):
-            return Source(part.name, part.shape, part.dtype, lambda: iter(()))
+            return TensorSource(part.name, part.shape, part.dtype, lambda: iter(()))
         kept = (lambda: scales[part.name]) if part.name in scales else None
-        return Source(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
+        return TensorSource(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
 
-    held = [*parts(model), *(() if drafter is None else parts(drafter))]
+    held = [*released_tensors(model), *(() if drafter is None else released_tensors(drafter))]
     if adapter := next((part.name for part in held if ".lora_" in part.name), None):
         raise ValueError(f"the model holds an adapter ({adapter}); merge it into the weights first, or save it alone")
     spread = max(part.copies.size for part in held)
@@ -272,10 +272,10 @@ def save_pretrained(
                 (work / name).write_text(text, encoding="utf-8")
 
 
-def _kept_anywhere(held: list[Part], scales: Mapping[str, Tensor], ranks: Ranks) -> set[str]:
+def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
     """The weights whose scales were kept, by the processes that hold them."""
     here = [part.name for part in held if part.tensor is not None and packing_of(part.name)]
-    found = gathered((bool(scales), [name for name in here if name not in scales]), ranks)
+    found = gather_objects((bool(scales), [name for name in here if name not in scales]), ranks)
     if not any(some for some, _ in found):
         return set()
     lacking = {name for _, names in found for name in names}
@@ -303,7 +303,7 @@ def convert_checkpoint(
         raise ValueError(f"{dst} exists already; name a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    with open_checkpoint(src, config, list(parts(skeleton))) as sources, whole_folder(dst) as work:
+    with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst) as work:
         if changes:
             sources = _changed(sources, changes)
         kept = {source.name for source in sources if source.kept is not None}
@@ -316,7 +316,7 @@ def convert_checkpoint(
     return total
 
 
-def _changed(sources: list[Source], changes: Mapping[str, Change]) -> list[Source]:
+def _changed(sources: list[TensorSource], changes: Mapping[str, Change]) -> list[TensorSource]:
     """The same tensors with some of them changed; the scales that those had are of no more use."""
     shapes = {source.name: source.shape for source in sources}
     for name, change in changes.items():
@@ -325,7 +325,7 @@ def _changed(sources: list[Source], changes: Mapping[str, Change]) -> list[Sourc
         if change.shape != shapes[name]:
             raise ValueError(f"{name} is {list(shapes[name])}, its change is for {list(change.shape)}")
 
-    def blocks(source: Source) -> Iterator[Tensor]:
+    def blocks(source: TensorSource) -> Iterator[Tensor]:
         row = source.start
         for block in source.blocks():
             yield changes[source.name].apply(slice(row, row + len(block)), block).to(block.dtype)
@@ -338,7 +338,7 @@ def _changed(sources: list[Source], changes: Mapping[str, Change]) -> list[Sourc
 
 
 @contextmanager
-def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[Part]) -> Iterator[list[Source]]:
+def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorShard]) -> Iterator[list[TensorSource]]:
     """The rows of a folder's tensors that this process holds, in the order of the files, once the folder as a whole is
     checked against the model's tensors. Drafter tensors (`mtp.*`) are among them, as the files say unless `held` names
     them. Raises what `load_pretrained` raises.
@@ -446,13 +446,13 @@ def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]
 
 def write_checkpoint(
     folder: Path,
-    sources: Iterable[Source],
+    sources: Iterable[TensorSource],
     kept: Container[str],
     config: ModelConfig,
     format: str,
     dtype: torch.dtype | None,
     shard_bytes: int,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = ALONE,
 ) -> int:
     """Write config.json and the tensors into a folder, as `save_pretrained` does; returns the bytes of all tensors.
     `kept`: the weights whose scales go beside them in a plain folder.
@@ -482,7 +482,7 @@ def write_checkpoint(
     return total
 
 
-def _kept_scales(source: Source, packing: Packing) -> Stored:
+def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
     def blocks() -> Iterator[Tensor]:
         if source.kept is not None:  # else another process has them
             yield source.kept()
@@ -509,18 +509,18 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path, ranks: Ranks = ALONE) -> Iterator[Path]:
+def whole_folder(folder: Path, ranks: RankGroup = ALONE) -> Iterator[Path]:
     """A folder to write into, which takes the place of `folder` once the block ends well and else disappears. All
     `ranks` work in the same one; what fails in one fails in all.
     """
     made = None
-    with together(ranks):
+    with all_or_none(ranks):
         if ranks.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             made = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-    work = Path(gathered(made, ranks)[0])
+    work = Path(gather_objects(made, ranks)[0])
     try:
-        with together(ranks):
+        with all_or_none(ranks):
             yield work
             if ranks.rank == 0:
                 _take_place(work, folder)

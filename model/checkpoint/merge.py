@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from model.backbone import allocate_model
-from model.checkpoint.checkpoint import SHARD_BYTES, open_checkpoint, parts, whole_folder, write_checkpoint
-from model.checkpoint.released import Source
+from model.checkpoint.checkpoint import SHARD_BYTES, open_checkpoint, released_tensors, whole_folder, write_checkpoint
+from model.checkpoint.released import TensorSource
 from model.config import ModelConfig
 
-Sources = Mapping[str, Source]  # every tensor of a checkpoint by its released name
+Sources = Mapping[str, TensorSource]  # every tensor of a checkpoint by its released name
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def open_folder(folder: str | Path) -> Iterator[Sources]:
     `load_pretrained` raises.
     """
     config = ModelConfig.load(folder)
-    held = list(parts(allocate_model(config, None, None, "meta", torch.float32)))
+    held = list(released_tensors(allocate_model(config, None, None, "meta", torch.float32)))
     with open_checkpoint(folder, config, held) as sources:
         found = {source.name: source for source in sources}
         yield {name: found[name] for name in dict.fromkeys([*(part.name for part in held), *found])}
@@ -61,7 +61,7 @@ def merge_checkpoints(
     return size, left_out
 
 
-def _merged(weighted: list[tuple[float, Source]]) -> Source:
+def _merged(weighted: list[tuple[float, TensorSource]]) -> TensorSource:
     """One tensor. The scales it was once quantised with come along: whatever tile they still hold keeps its bytes."""
     sources = [source for _, source in weighted]
     first = sources[0]
@@ -76,4 +76,4 @@ def _merged(weighted: list[tuple[float, Source]]) -> Source:
 
     kept = first.kept if all(source.kept is not None for source in sources) else None
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
-    return Source(first.name, first.shape, dtype, blocks, kept)
+    return TensorSource(first.name, first.shape, dtype, blocks, kept)

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.parallel.collective_errors import ALONE, gathered, together
-from model.parallel.ranks import Ranks
+from model.parallel.collective_errors import ALONE, all_or_none, gather_objects
+from model.parallel.ranks import RankGroup
 from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, Packing, pack, unpack
 
 INDEX = "model.safetensors.index.json"
@@ -151,7 +151,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return listed
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """A tensor on its way from one place to another: `blocks()` are its rows from `start` on in order, a few at a time.
 
     shape: of the whole tensor; this process may handle some of its rows, or none. dtype: what it is stored in when
@@ -201,7 +201,7 @@ class Shards:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
-    def plain(self, name: str, rows: slice | None = None) -> Source:
+    def plain(self, name: str, rows: slice | None = None) -> TensorSource:
         """A tensor stored without quantisation, or some of its rows."""
         header = self.headers[name]
 
@@ -211,9 +211,9 @@ class Shards:
             for part in row_blocks(header.shape, rows) if header.shape else ():
                 yield self.read(name, part)
 
-        return Source(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
+        return TensorSource(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
 
-    def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> Source:
+    def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> TensorSource:
         """A quantised weight, or some of its rows: fp32 blocks. Raises ValueError that names it if it holds a NaN or
         infinite value.
         """
@@ -231,7 +231,7 @@ class Shards:
         def kept() -> Tensor:
             return self.read(scale_name(name), tile_span(rows, packing))
 
-        return Source(name, shape, torch.bfloat16, blocks, kept, rows.start)
+        return TensorSource(name, shape, torch.bfloat16, blocks, kept, rows.start)
 
 
 class Stored(NamedTuple):
@@ -254,7 +254,7 @@ class Stored(NamedTuple):
         return self.start * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-def packed(source: Source, packing: Packing) -> list[Stored]:
+def packed(source: TensorSource, packing: Packing) -> list[Stored]:
     """A weight's codes and scales; the scales are made while the codes are written, which comes first."""
     name, shape = source.name, source.shape
     scales: list[Tensor] = []
@@ -285,7 +285,7 @@ def packed(source: Source, packing: Packing) -> list[Stored]:
     ]
 
 
-def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: Ranks = ALONE) -> int:
+def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: RankGroup = ALONE) -> int:
     """Write bundles of tensors into shards of at most `shard_bytes` (a larger bundle is alone) with an index, or into
     the single file where one is enough. Tensors of a bundle stay together. Returns the bytes of all tensors.
 
@@ -313,21 +313,21 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
     return total
 
 
-def write_files(files: dict[Path, list[Stored]], ranks: Ranks = ALONE) -> None:
+def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ALONE) -> None:
     """Safetensors files, each process its own rows, block by block (the library's own writer wants all of a file in
     memory). On the disk when this returns. Raises, in every process, if one of them fails or a row is nobody's.
     """
     layouts = {path: _layout(tensors) for path, tensors in files.items()}
-    with together(ranks):
+    with all_or_none(ranks):
         if ranks.rank == 0:
             for path, layout in layouts.items():
                 with open(path, "wb") as file:
                     file.write(layout.header)
                     file.truncate(layout.size)
-    with together(ranks):
+    with all_or_none(ranks):
         written = sum(_fill(path, layout) for path, layout in layouts.items())
     expected = sum(layout.size - len(layout.header) for layout in layouts.values())
-    assert sum(gathered(written, ranks)) == expected, "rows of a tensor were written by no process, or by two"
+    assert sum(gather_objects(written, ranks)) == expected, "rows of a tensor were written by no process, or by two"
 
 
 class _Layout(NamedTuple):

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch.distributed import all_gather_object
 
-from model.parallel.ranks import Ranks
+from model.parallel.ranks import RankGroup
 
-ALONE = Ranks()
+ALONE = RankGroup()
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
+def all_or_none(ranks: RankGroup) -> Iterator[None]:
     """What all ranks do, or none: when one raises, all raise once all are done, the others an OSError that says why."""
     mine = None
     try:
         yield
     except Exception as error:
         mine = error
-    reasons = gathered(None if mine is None else f"{type(mine).__name__}: {mine}", ranks)
+    reasons = gather_objects(None if mine is None else f"{type(mine).__name__}: {mine}", ranks)
     if mine is not None:
         raise mine
     for rank, reason in enumerate(reasons):
@@ -29,7 +29,7 @@ def together(ranks: Ranks) -> Iterator[None]:
             raise OSError(f"rank {rank} failed: {reason}")
 
 
-def gathered(value: Any, ranks: Ranks) -> list[Any]:
+def gather_objects(value: Any, ranks: RankGroup) -> list[Any]:
     """Every rank's value."""
     values = [value]
     if ranks.size > 1:

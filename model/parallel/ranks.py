@@ -16,14 +16,14 @@ from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """An ordered set of processes that share something. Alone: size 1, no group."""
 
     group: ProcessGroup | None = None
     rank: int = 0  # own place in it
     size: int = 1
 
-    def __deepcopy__(self, memo: dict) -> Ranks:
+    def __deepcopy__(self, memo: dict) -> RankGroup:
         """A copied model is spread over the same processes."""
         return self
 
@@ -42,14 +42,14 @@ class Parallel:
         fewer or none.
     """
 
-    experts: Ranks = Ranks()
-    tables: Ranks = Ranks()
+    experts: RankGroup = RankGroup()
+    tables: RankGroup = RankGroup()
     shard_embeddings: bool = False
 
     @property
-    def vocabulary(self) -> Ranks:
+    def vocabulary(self) -> RankGroup:
         """The ranks that the token embedding and the head are split over."""
-        return self.tables if self.shard_embeddings else Ranks()
+        return self.tables if self.shard_embeddings else RankGroup()
 
 
 ONE_PROCESS = Parallel()
@@ -59,7 +59,7 @@ ONE_PROCESS = Parallel()
 class Shard:
     """The part [start, stop) of `total` entries along a parameter's first dimension that this rank holds."""
 
-    ranks: Ranks
+    ranks: RankGroup
     start: int
     stop: int
     total: int
@@ -73,14 +73,14 @@ class Shard:
         return -(-self.total // self.ranks.size)
 
 
-def row_shard(total: int, ranks: Ranks) -> Shard:
+def row_shard(total: int, ranks: RankGroup) -> Shard:
     """This rank's rows of a table of `total` rows."""
     shard = Shard(ranks, 0, 0, total)
     start, stop = (min(rank * shard.height, total) for rank in (ranks.rank, ranks.rank + 1))
     return replace(shard, start=start, stop=stop)
 
 
-def expert_shard(total: int, ranks: Ranks) -> Shard:
+def expert_shard(total: int, ranks: RankGroup) -> Shard:
     """This rank's experts. Raises ValueError if they cannot be split evenly."""
     if total % ranks.size:
         raise ValueError(f"{total} routed experts cannot be split evenly over {ranks.size} ranks")
@@ -96,7 +96,7 @@ def mark_shards(model: nn.Module) -> None:
                 parameter.shard = shard
 
 
-def exchange_counts(counts: Tensor, ranks: Ranks) -> tuple[Tensor, list[int], list[int]]:
+def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int], list[int]]:
     """counts int64 [size, ...]: how many rows of each kind this rank has for every rank -> how many each has for this
     rank, of the same shape, and the rows to send to and to receive from every rank.
     """
@@ -106,7 +106,7 @@ def exchange_counts(counts: Tensor, ranks: Ranks) -> tuple[Tensor, list[int], li
     return received, send, receive
 
 
-def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: Ranks) -> tuple[Tensor, ...]:
+def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
     """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
     what the ranks sent here, in their order. Gradients go back the same way.
 
@@ -119,7 +119,7 @@ class _Exchange(torch.autograd.Function):
     """Several tensors in one node, so that their backward exchanges come in the same order on all ranks."""
 
     @staticmethod
-    def forward(ctx, send: list[int], receive: list[int], ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
         return tuple(_all_to_all(tensor, send, receive, ranks) for tensor in tensors)
 
@@ -128,7 +128,7 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *(_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads)
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: Ranks) -> Tensor:
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> Tensor:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group)
     return out

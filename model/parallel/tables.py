@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.parallel.ranks import Ranks, Shard, exchange, exchange_counts, row_shard
+from model.parallel.ranks import RankGroup, Shard, exchange, exchange_counts, row_shard
 from model.precision import without_autocast
 
 
@@ -35,7 +35,7 @@ class Lookup(NamedTuple):
 class Table(nn.Embedding):
     """This rank's rows of an embedding of `rows` rows."""
 
-    def __init__(self, rows: int, dim: int, ranks: Ranks):
+    def __init__(self, rows: int, dim: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
         super().__init__(len(shard), dim)
         self.shard = shard
@@ -76,7 +76,7 @@ class _Fetch(torch.autograd.Function):
     """Rows of the shard `weight` that each rank asked for -> rows asked for here. `works` gets what to wait for."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, rows: Tensor, send: list[int], receive: list[int], ranks: Ranks, works: list):
+    def forward(ctx, weight: Tensor, rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup, works: list):
         ctx.save_for_backward(rows)
         ctx.height, ctx.send, ctx.receive, ctx.ranks = len(weight), send, receive, ranks
         out = weight.new_empty(sum(receive), weight.shape[1])
@@ -94,7 +94,7 @@ class _Fetch(torch.autograd.Function):
 class Head(nn.Linear):
     """This rank's rows of a head that scores `rows` tokens."""
 
-    def __init__(self, dim: int, rows: int, ranks: Ranks):
+    def __init__(self, dim: int, rows: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
         super().__init__(dim, len(shard), bias=False)
         self.shard = shard

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 
 from train.build import build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
-from train.distributed.engine import find_place, launch, run_to_the_end
+from train.distributed.engine import find_process, launch, run_to_the_end
 from train.loop import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -63,8 +63,9 @@ class _Work:
 
 def configuration(folder: str, size: int, rows: int, length: int) -> Config:
     overrides = [
-        "experiment=demo", f"output={folder}", f"task.micro_batch={rows}", "task.accumulation=1", "parallel.device=cpu",
-        f"task.seq_len={length}", f"parallel.data_parallel={size}", f"parallel.expert_parallel={size}",
+        "experiment=demo", f"output={folder}", f"task.micro_batch={rows}", f"task.global_batch_rows={rows}",
+        "parallel.device=cpu",
+        f"task.seq_len={length}", f"parallel.world_size={size}", f"parallel.expert_parallel={size}",
         f"parallel.table_shards={size}", f"parallel.shard_embeddings={str(size > 1).lower()}",
     ]  # fmt: skip
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -75,16 +76,16 @@ def work(arguments: argparse.Namespace) -> None:
     """One of the processes: the steps, and the line of the table from rank 0."""
     torch.set_num_threads(1)
     clock = Clock()
-    size = find_place().size
+    size = find_process().size
     config = configuration(arguments.folder, size, arguments.rows, arguments.length)
     world = launch(config.parallel)
-    with world.together():
+    with world.collective_guard():
         run = build(config, world)
         batches, seconds, spent = iter(run.train_batches), [], []
         for step in range(arguments.steps + 2):
-            micro_batches = [next(batches) for _ in range(run.passes)]
+            micro_batches = [next(batches) for _ in range(run.micro_batches)]
             before, started = clock.seconds, time.perf_counter()
-            real = int(train_step(run, micro_batches, step, 0)["real"])
+            real = int(train_step(run, micro_batches, step, 0)["num_tokens"])
             seconds.append((time.perf_counter() - started) / real)
             spent.append((clock.seconds - before) / real)
         share = median(spent[2:]) / median(seconds[2:])

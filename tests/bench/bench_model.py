@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from model import ModelConfig, Runtime, build_model
-from model.attention import Attention, Shared
-from model.layout import build_pack
+from model import ForwardOptions, ModelConfig, build_model
+from model.attention import Attention, CrossLayerState
+from model.layout import build_layout
 from optim import Optimizer, Settings, assign
 from train.param_groups import adamw_rules
 
@@ -43,15 +43,15 @@ def layer_case(path: str, length: int):
     layer = Attention(config, REUSE_LAYER)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    pack = build_pack(config, torch.zeros(1, length, dtype=torch.int64))
+    layout = build_layout(config, torch.zeros(1, length, dtype=torch.int64))
     seen = torch.arange(1, length + 1)
     chosen = (torch.rand(length, config.index_topk) * seen[:, None]).to(torch.int32)
-    shared = Shared(compressed_kv=torch.randn(length, config.head_dim), topk_indices=chosen)
+    shared = CrossLayerState(compressed_kv=torch.randn(length, config.head_dim), topk_indices=chosen)
     x = torch.randn(length, config.hidden_size, requires_grad=True)
-    runtime = Runtime(attention=path)
+    runtime = ForwardOptions(attention=path)
 
     def run() -> None:
-        layer(x, pack, shared, runtime).output.sum().backward()
+        layer(x, layout, shared, runtime).output.sum().backward()
 
     return run
 
@@ -59,14 +59,14 @@ def layer_case(path: str, length: int):
 def step_case(path: str, length: int):
     """One training step on random tokens."""
     config = bench_config()
-    model = build_model(config, Runtime(attention=path))
+    model = build_model(config, ForwardOptions(attention=path))
     optimizer = Optimizer(assign(model.named_parameters(), adamw_rules(config, engram_lr_factor=5.0)), Settings())
     optimizer.set_lr(1e-4)
     ids = torch.randint(0, config.text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    totals = model.totals(ids, ids)
+    denominators = model.loss_denominators(ids, ids)
 
     def run() -> None:
-        model.losses(ids, ids, totals).total.backward()
+        model.losses(ids, ids, denominators).total.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

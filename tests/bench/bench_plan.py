@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.parallel.ranks import Parallel, Ranks
+from model.parallel.ranks import Parallel, RankGroup
 from tests.distributed.ranks import Group
 from train.build import Run, build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
@@ -42,8 +42,8 @@ MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched
 def configure(folder: Path, layout: str) -> Config:
     experts, tables, embeddings = LAYOUTS[layout]
     given = [
-        "model=tiny", "optim=report", "task.seq_len=64", "task.micro_batch=4", "task.accumulation=2",
-        "runtime.recompute=true", "parallel.device=cpu", f"parallel.data_parallel={RANKS}",
+        "model=tiny", "optim=report", "task.seq_len=64", "task.micro_batch=4", "task.global_batch_rows=8",
+        "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={RANKS}",
         f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
         f"parallel.shard_embeddings={str(embeddings).lower()}",
         "data.source=text", f"data.paths=[{folder}/text]", f"data.validation_paths=[{folder}/text/token.txt]",
@@ -53,10 +53,10 @@ def configure(folder: Path, layout: str) -> Config:
         return parse(compose("train", overrides=open_overrides(given)))
 
 
-def parallel_of(layout: str, split: Ranks) -> Parallel:
+def parallel_of(layout: str, split: RankGroup) -> Parallel:
     """How a layout spreads the model over the two processes."""
     experts, tables, embeddings = LAYOUTS[layout]
-    return Parallel(split if experts > 1 else Ranks(), split if tables > 1 else Ranks(), embeddings)
+    return Parallel(split if experts > 1 else RankGroup(), split if tables > 1 else RankGroup(), embeddings)
 
 
 class Sent:
@@ -86,7 +86,7 @@ def measure(config: Config, world: World) -> dict[str, float]:
     """Bytes of this rank's tensors in and after a step, and of what it sent."""
     run = build(config, world)
     batches = iter(run.train_batches)
-    step = [to_device(next(batches), run.device) for _ in range(run.passes)]
+    step = [to_device(next(batches), run.device) for _ in range(run.micro_batches)]
     held: dict[str, float] = {"weights": _bytes(run.model.parameters())}
     reduce = run.engine.reduce
 
@@ -106,8 +106,8 @@ def _remote_share(run: Run, step: list[dict]) -> float:
     """Share of this rank's token copies that went to experts of the other rank."""
     experts = run.model.layers[0].ffn.experts.shard
     with torch.no_grad():
-        totals = run.model.totals(**step[0])
-        load = sum(run.model.losses(**batch, totals=totals).expert_load for batch in step)
+        denominators = run.model.loss_denominators(**step[0])
+        load = sum(run.model.losses(**batch, denominators=denominators).expert_load for batch in step)
     return 1 - (load[..., experts.start : experts.stop].sum() / load.sum()).item()
 
 
@@ -124,7 +124,7 @@ def _bytes(tensors) -> int:
 def rank_main(folder: Path) -> None:
     """One of the processes: measure every layout; the first writes what all found."""
     split = launch(configure(folder, list(LAYOUTS)[-1]).parallel)
-    with split.together():
+    with split.collective_guard():
         found = {}
         for layout in LAYOUTS:
             world = replace(split, parallel=parallel_of(layout, split.parallel.experts))

@@ -22,14 +22,14 @@ import steps  # noqa: E402
 from tiny import tiny_config  # noqa: E402
 
 from model import build_model, load_weights, save_pretrained  # noqa: E402
-from model.checkpoint.checkpoint import allocate_scales, parts, scale_parts  # noqa: E402
+from model.checkpoint.checkpoint import allocate_scales, released_tensors, scale_parts  # noqa: E402
 from model.checkpoint.released import file_headers, packing_of  # noqa: E402
-from model.parallel.ranks import Parallel, Ranks  # noqa: E402
+from model.parallel.ranks import Parallel, RankGroup  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
-from train.build import Run, build, place_of  # noqa: E402
+from train.build import Run, build, placement_of  # noqa: E402
 from train.checkpoint import run_state, storage  # noqa: E402
-from train.checkpoint.run_state import Background, State  # noqa: E402
-from train.distributed.engine import World, find_place, launch, run_to_the_end  # noqa: E402
+from train.checkpoint.run_state import Background, TrainerState  # noqa: E402
+from train.distributed.engine import World, find_process, launch, run_to_the_end  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [
@@ -70,14 +70,14 @@ class Place:
         size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         groups = {int(n): split(int(n), rank, size) for n in sorted({experts, tables})}
         parallel = Parallel(groups[int(experts)][0], groups[int(tables)][0], bool(embeddings))
-        everyone = Ranks(dist.group.WORLD, rank, size) if size > 1 else Ranks()
-        holders = {n: same for n, (_, same) in groups.items()} | {1: everyone}
-        world = World(CPU, rank, size, parallel, holders)
+        everyone = RankGroup(dist.group.WORLD, rank, size) if size > 1 else RankGroup()
+        replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
+        world = World(CPU, rank, size, parallel, replica_groups)
         self.config = tiny_config(vision=True, engram=True, **changes)
         token_map = torch.arange(self.config.text.vocab_size) % 50
         self.model = build_model(self.config, token_map=token_map, parallel=parallel)
-        places = {n: place_of(p, world) for n, p in self.model.named_parameters()} if size > 1 else None
-        self.optimizer = Optimizer(assign(self.model.named_parameters(), RULES), places=places)
+        places = {n: placement_of(p, world) for n, p in self.model.named_parameters()} if size > 1 else None
+        self.optimizer = Optimizer(assign(self.model.named_parameters(), RULES), placements=places)
         self.salt = salt
         if salt:
             self.fill()
@@ -100,7 +100,7 @@ class Place:
                     state[key] = rows_of(known(f"{name} {key}", whole_shape(parameter), self.salt), parameter).clone()
                 if keys[0] == "mean":
                     state["step"] = 3
-        allocate_scales(self.model, {part.name for part in parts(self.model) if packing_of(part.name)})
+        allocate_scales(self.model, {part.name for part in released_tensors(self.model) if packing_of(part.name)})
         for part in scale_parts(self.model):
             part.tensor.copy_(known_scales(part.name, part.shape, self.salt)[part.rows])
 
@@ -109,7 +109,7 @@ class Place:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             assert torch.equal(tensor, rows_of(known(name, whole_shape(tensor), salt), tensor)), name
         scales = list(scale_parts(self.model))
-        held = {part.name for part in parts(self.model) if part.tensor is not None and packing_of(part.name)}
+        held = {part.name for part in released_tensors(self.model) if part.tensor is not None and packing_of(part.name)}
         assert {part.name for part in scales} == held
         for part in scales:
             wanted = known_scales(part.name, part.shape, salt)[part.rows]
@@ -128,11 +128,11 @@ class Place:
     def save(self, folder: Path, background: Background | None = None) -> Path:
         torch.manual_seed(100 * self.salt + storage.rank())
         return run_state.save(
-            folder, State(step=self.salt), model=self.model, optimizer=self.optimizer, data={"row": self.salt},
+            folder, TrainerState(step=self.salt), model=self.model, optimizer=self.optimizer, data={"row": self.salt},
             model_config=self.config.to_dict(), keep=9, background=background,
         )  # fmt: skip
 
-    def load(self, folder: Path, step: int) -> State:
+    def load(self, folder: Path, step: int) -> TrainerState:
         return run_state.load(
             folder / f"step-{step:08d}", model=self.model, optimizer=self.optimizer,
             set_data=lambda data: check_equal(data, {"row": step}), model_config=self.config.to_dict(),
@@ -143,14 +143,14 @@ def check_equal(found: object, wanted: object) -> None:
     assert found == wanted, (found, wanted)
 
 
-def split(parts_: int, rank: int, size: int) -> tuple[Ranks, Ranks]:
+def split(parts_: int, rank: int, size: int) -> tuple[RankGroup, RankGroup]:
     """(consecutive ranks that split a parameter, strided ranks that hold the same part)."""
     if parts_ == 1:
-        return Ranks(), Ranks(dist.group.WORLD, rank, size) if size > 1 else Ranks()
+        return RankGroup(), RankGroup(dist.group.WORLD, rank, size) if size > 1 else RankGroup()
     rows = [list(range(first, first + parts_)) for first in range(0, size, parts_)]
     columns = [list(column) for column in zip(*rows, strict=True)]
     made = [(members, dist.new_group(members)) for members in rows + columns]
-    across, same = (Ranks(group, members.index(rank), len(members)) for members, group in made if rank in members)
+    across, same = (RankGroup(group, members.index(rank), len(members)) for members, group in made if rank in members)
     return across, same
 
 
@@ -172,7 +172,7 @@ def load(folder: Path, layout: str, step: int, saved_by: int = 0) -> None:
     """``saved_by``: how many ranks wrote it; each continues its own random numbers."""
     place = Place(layout)
     torch.manual_seed(7)
-    check_equal(place.load(folder, step), State(step=step))
+    check_equal(place.load(folder, step), TrainerState(step=step))
     place.check(step)
     seed = 100 * step + storage.rank() if storage.rank() < saved_by else 7
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed)))
@@ -258,24 +258,24 @@ def die(folder: Path, layout: str, step: int, how: str = "") -> None:
 def train(folder: Path, layout: str, first: int, last: int, source: str, target: str) -> None:
     """Real steps, from the state of ``source`` on if any were made before; the state after every second."""
     run = made(layout, folder)
-    state = resume(run, folder / source, first) if first else State()
+    state = resume(run, folder / source, first) if first else TrainerState()
     for step in range(first, last):
         train_step(run, steps.share(steps.rows_of_step(step), run), step, 0)
         if step % 2:
             run_state.save(
-                folder / target, State(step=step + 1, tokens=state.tokens), model=run.model, optimizer=run.optimizer,
-                data={}, model_config=run.model_config.to_dict(), keep=9,
+                folder / target, TrainerState(step=step + 1, tokens=state.tokens), model=run.model,
+                optimizer=run.optimizer, data={}, model_config=run.model_config.to_dict(), keep=9,
             )  # fmt: skip
 
 
 def made(layout: str, folder: Path) -> Run:
     parts_ = int(layout[2])
-    size = find_place().size
+    size = find_process().size
     config = steps.configure("passes", size, parts_, CORPUS[0])
     return build(config, steps.at(WORLD[0], parts_) if size > 1 else WORLD[0])
 
 
-def resume(run: Run, folder: Path, step: int) -> State:
+def resume(run: Run, folder: Path, step: int) -> TrainerState:
     return run_state.load(
         folder / f"step-{step:08d}", model=run.model, optimizer=run.optimizer, set_data=lambda data: None,
         model_config=run.model_config.to_dict(),
@@ -292,8 +292,8 @@ CORPUS: list[Path] = []
 
 def run(folder: Path, corpus: Path, jobs: list[str]) -> None:
     CORPUS[:] = [corpus]
-    WORLD[0] = launch(steps.configure("passes", find_place().size, 1, corpus).parallel)
-    with WORLD[0].together():
+    WORLD[0] = launch(steps.configure("passes", find_process().size, 1, corpus).parallel)
+    with WORLD[0].collective_guard():
         for job in jobs:
             what, layout, *rest = job.split(":")
             JOBS[what](folder, layout, *(int(part) if part.isdigit() else part for part in rest))

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 
-from model import Losses, Totals
+from model import LossDenominators, Losses
 from model.parallel.ranks import Parallel
 from train.build import Run, build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
-from train.distributed.engine import World, _groups, find_place, launch, run_to_the_end
+from train.distributed.engine import World, _groups, find_process, launch, run_to_the_end
 from train.loop import NonFiniteError, train_step
 from train.lora.inject import save_adapter
 
@@ -79,7 +79,7 @@ def images_of_step(step: int) -> dict[str, torch.Tensor]:
 
 def share(batch: dict[str, torch.Tensor], run: Run) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step, dealt out as the loader does."""
-    rows, passes = run.config.task.share(run.world.size)
+    rows, passes = run.config.task.per_rank_batch(run.world.size)
     first = [(number * run.world.size + run.world.rank) * rows for number in range(passes)]
     return [_rows(batch, at, at + rows) for at in first]
 
@@ -112,7 +112,7 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     """
     config = configure(case, world.size, world.parallel.experts.size, corpus)
     run = build(config, world)
-    for bias in run.model.balance_buffers()[0]:
+    for bias in run.model.router_biases()[0]:
         bias[3] = -1000.0
     before = {name: tensor.clone() for name, tensor in whole(run).items()}
     losses, norms = [], []
@@ -122,7 +122,7 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
         assert numbers["expert_load"][0, :, 3].sum() == 0
         losses.append([float(numbers[name]) for name in ("total", "lm_sum", "balance_sum")])
         norms.append(float(numbers["grad_norm"]))
-        counts = {name: numbers[name] for name in ("real", "supervised", "index_queries", "expert_load")}
+        counts = {name: numbers[name] for name in ("num_tokens", "supervised", "index_queries", "expert_load")}
     if case == "lora":
         save_adapter(run.model, corpus / f"adapter-{world.size}", config.init_from, biases=False)
     state = [t for held in run.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
@@ -137,8 +137,8 @@ def stop_everywhere(world: World, corpus: Path) -> None:
     run = build(configure("plain", world.size, world.parallel.experts.size, corpus), world)
     before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
 
-    def losses_of(batch: dict[str, torch.Tensor], totals: Totals) -> Losses:
-        losses = run.model.losses(**batch, totals=totals)
+    def losses_of(batch: dict[str, torch.Tensor], denominators: LossDenominators) -> Losses:
+        losses = run.model.losses(**batch, denominators=denominators)
         return losses._replace(total=losses.total * float("nan")) if world.rank == world.size - 1 else losses
 
     try:
@@ -153,10 +153,10 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
     """The configuration of a case for so many processes, with experts and tables in so many parts."""
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
             f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
-    layout = (f"parallel.data_parallel={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
+    layout = (f"parallel.world_size={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
     passes, own = CASES[case]
     cut = passes * size if passes > 1 else 1  # a single pass is shared by rows
-    settings = [*TINY, *data, *layout, f"task.accumulation={cut}", f"task.micro_batch={ROWS // cut}", *own]
+    settings = [*TINY, *data, *layout, f"task.global_batch_rows={ROWS}", f"task.micro_batch={ROWS // cut}", *own]
     if case == "lora":
         settings = [f"init_from={corpus}/base", *(text for text in settings if text != "optim=report")]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -165,15 +165,15 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
 
 def at(world: World, parts: int) -> World:
     """The same processes with experts and tables split into so many parts."""
-    split, same = _groups(parts, find_place())
+    split, same = _groups(parts, find_process())
     parallel = Parallel(split, split, shard_embeddings=parts > 1) if parts > 1 else Parallel()
-    return replace(world, parallel=parallel, holders={**world.holders, parts: same})
+    return replace(world, parallel=parallel, replica_groups={**world.replica_groups, parts: same})
 
 
 def main(folder: Path, cases: list[str]) -> None:
-    size = find_place().size
+    size = find_process().size
     world = launch(configure("passes", size, 1, folder).parallel)
-    with world.together():
+    with world.collective_guard():
         stop_everywhere(at(world, size), folder)
         for case in cases:
             name, parts = case.split("@")

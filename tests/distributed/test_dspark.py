@@ -27,7 +27,8 @@ def settings(corpus: Path, output: Path) -> list[str]:
     return [
         "data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
         f"data.cache_dir={corpus}/cache", "data.vocab_size=512", "data.validation_rows=3", f"output={output}",
-        "task.seq_len=64", "task.micro_batch=2", "task.accumulation=2", "task.sample_tokens=0", "logger.progress=false",
+        "task.seq_len=64", "task.micro_batch=2", "task.global_batch_rows=4",
+        "task.sample_tokens=0", "logger.progress=false",
         "parallel.device=cpu", "checkpoint.export=plain", "optim.schedule.warmup_steps=0",
         "optim.settings.adamw.eps=1.0e-8",
     ]  # fmt: skip
@@ -55,7 +56,7 @@ def test_two_processes_are_one(corpus: Path, tmp_path: Path) -> None:
     mine += [f"init_from={base.run_dir}/export", f"dspark.drafter={SHAPE}"]
     whole = parsed([*mine, "name=whole", "task.tokens=1100"])
     dspark.run(whole)
-    split = ["parallel.data_parallel=2", "parallel.expert_parallel=2", "parallel.table_shards=2"]
+    split = ["parallel.world_size=2", "parallel.expert_parallel=2", "parallel.table_shards=2"]
     command = ["-m", "train", *mine, *split, "parallel.shard_embeddings=true", "name=parts", "task.tokens=700"]
     with Group(2, command, tmp_path / "logs") as group:
         for rank, ended in enumerate(group.finish()):

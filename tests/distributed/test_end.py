@@ -16,7 +16,7 @@ from ranks import Group
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SETTINGS = (
-    "model=tiny", "data.source=text", "task.seq_len=64", "task.micro_batch=2", "task.accumulation=2",
+    "model=tiny", "data.source=text", "task.seq_len=64", "task.micro_batch=2", "task.global_batch_rows=4",
     "task.tokens=3000", "task.eval_every=100", "data.validation_rows=5", "task.sample_tokens=3", "optim=report",
     "optim.schedule.warmup_steps=0", "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5",
     "optim.settings.adamw.eps=1.0e-4", "checkpoint.every=2",
@@ -82,4 +82,4 @@ def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
     with start(corpus, "refused", 2, "ep4", "--local_rank=0") as group:  # which DeepSpeed's launcher adds
         first, second = group.finish()
     assert (first.code, second.code) == (2, 2) and not second.output
-    assert "parallel.data_parallel = 4: 2 processes were started. Start as many (torchrun" in first.output
+    assert "parallel.world_size = 4: 2 processes were started. Start as many (torchrun" in first.output

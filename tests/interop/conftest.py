@@ -75,7 +75,7 @@ def trained(folder: Path, steps: int, *overrides: str) -> Toy:
         *sizes,
         "task.seq_len=128",
         "task.micro_batch=4",
-        "task.accumulation=1",
+        "task.global_batch_rows=4",
         f"task.tokens={steps * 512}",
         "task.eval_every=100000",
         "task.sample_tokens=0",

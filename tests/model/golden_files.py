@@ -21,12 +21,12 @@ from torch import Tensor
 
 import model.attention as attention_module
 import model.indexer as indexer_module
-from model import ModelConfig, Output, Runtime, TextConfig, load_pretrained
-from model.attention import Shared
-from model.backbone import State, Trace
+from model import ForwardOptions, ModelConfig, Output, TextConfig, load_pretrained
+from model.attention import CrossLayerState
+from model.backbone import BackboneOutput, BlockState
 from model.checkpoint.checkpoint import released_names
 from model.engram import engram_rows
-from model.layout import Pack, build_pack
+from model.layout import SequenceLayout, build_layout
 from model.quantize import fake_quant_fp8
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,19 +55,19 @@ def golden(name: str) -> Path:
 
 @dataclass(frozen=True, repr=False)
 class Oracle:
-    """A golden case's inputs and expected numbers, and how the oracle's layout maps to the pack's."""
+    """A golden case's inputs and expected numbers, and how the oracle's layout maps to the layout's."""
 
     folder: Path
     inputs: dict[str, Tensor]
     expected: dict[str, Tensor]
     config: TextConfig
-    pack: Pack
+    layout: SequenceLayout
     aligned: Tensor  # int64 [T]: flat position at which the oracle keeps a token's internals
 
     @property
     def real(self) -> Tensor:
         """bool [B, S]: no padding."""
-        return self.pack.unflatten(torch.ones(self.pack.tokens, dtype=torch.bool))
+        return self.layout.unflatten(torch.ones(self.layout.tokens, dtype=torch.bool))
 
     def of(self, layer: int, name: str) -> Tensor:
         return self.expected[f"layers.{layer}.{name}"]
@@ -82,17 +82,17 @@ class Oracle:
 
     def first_entry(self, ratio: int) -> tuple[Tensor, Tensor]:
         """Of each token's document: (row, number in the row) of its first entry, as the oracle counts."""
-        width = _width(self.expected, self.pack)
-        start = self.aligned - self.pack.position
+        width = _width(self.expected, self.layout)
+        start = self.aligned - self.layout.position
         return start // width, start % width // ratio
 
     def entries(self, layer: int, name: str) -> tuple[Tensor, Tensor]:
         """`compressed_kv` or `index_keys` of a Full layer: (our slots of all entries, the oracle's values there)."""
-        ratio, pack = self.config.ratio(layer), self.pack
+        ratio, layout = self.config.ratio(layer), self.layout
         row, first = self.first_entry(ratio)
-        closing = ((pack.position + 1) % ratio == 0).nonzero().flatten()  # the token that completes an entry
-        number = pack.position[closing] // ratio
-        slots = pack.entries[ratio].visible_from[closing] + number
+        closing = ((layout.position + 1) % ratio == 0).nonzero().flatten()  # the token that completes an entry
+        number = layout.position[closing] // ratio
+        slots = layout.entries[ratio].visible_from[closing] + number
         return slots, self.of(layer, name)[row[closing], first[closing] + number].float()
 
 
@@ -104,7 +104,7 @@ class Case:
 
     oracle: Oracle
     output: Output
-    trace: Trace
+    trace: BackboneOutput
     gradients: dict[str, Tensor]
     flips: list[tuple]
 
@@ -121,8 +121,8 @@ def load_oracle(name: str) -> Oracle:
         inputs["pixel_values"] = inputs["pixel_values"].float()
     config = ModelConfig.load(folder).text
     layout = (inputs.get(k) for k in ("input_ids", "attention_mask", "seq_lens", "vision_token_types"))
-    pack = build_pack(config, *layout)
-    return Oracle(folder, inputs, expected, config, pack, _aligned_positions(expected, inputs, pack))
+    layout = build_layout(config, *layout)
+    return Oracle(folder, inputs, expected, config, layout, _aligned_positions(expected, inputs, layout))
 
 
 @lru_cache(maxsize=2)
@@ -134,7 +134,7 @@ def run(name: str, attention: str) -> Case:
     difference is listed in `flips`, for a test to show that they are few and lie on an edge.
     """
     oracle = load_oracle(name)
-    model = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))
+    model = load_pretrained(oracle.folder, runtime=ForwardOptions(attention=attention))
     with oracle_rounding(oracle, model) as flips:
         output, trace = traced(model, oracle.inputs)
     output.loss.backward()
@@ -149,7 +149,7 @@ def run(name: str, attention: str) -> Case:
 @contextmanager
 def oracle_rounding(oracle: Oracle, model) -> Iterator[list[tuple]]:
     """For one forward: rounded values are the oracle's. The list gets those that differed."""
-    every = torch.arange(oracle.pack.tokens)
+    every = torch.arange(oracle.layout.tokens)
     known = {
         **{
             what: {n: oracle.entries(n, what) for n in oracle.layers_with(what)}
@@ -179,21 +179,21 @@ def window_kv(oracle: Oracle, model) -> dict[int, Tensor]:
     the oracle lists it and a value of its window KV lies on an edge, the value gets the side on which it does.
     """
     found: dict[int, Tensor] = {}
-    streams, pack, config = oracle.streams(), oracle.pack, oracle.config
-    pre_mix, shared = torch.eye(config.hc_mult)[:1].expand(pack.tokens, -1), Shared()
+    streams, layout, config = oracle.streams(), oracle.layout, oracle.config
+    pre_mix, shared = torch.eye(config.hc_mult)[:1].expand(layout.tokens, -1), CrossLayerState()
     for layer, block in enumerate(model.layers):
         if layer not in streams:  # the input of layer 0 is the embedding itself
             assert layer == 0
-            entering = model.embed(pack.flatten(oracle.inputs["input_ids"]))[:, None].repeat(1, config.hc_mult, 1)
+            entering = model.embed(layout.flatten(oracle.inputs["input_ids"]))[:, None].repeat(1, config.hc_mult, 1)
         else:
-            entering = pack.flatten(streams[layer])
+            entering = layout.flatten(streams[layer])
         lookup = None
         if block.engram is not None:
-            rows = engram_rows(config, layer, model.token_map, pack.flatten(oracle.inputs["input_ids"]), pack)
+            rows = engram_rows(config, layer, model.token_map, layout.flatten(oracle.inputs["input_ids"]), layout)
             lookup = block.engram.embed.look_up(rows)
-        state, runtime = State(entering, pre_mix, shared), replace(model.runtime, attention="dense")
-        wanted = pack.flatten(streams[layer + 1]) if layer + 1 in streams else None
-        result, found[layer] = _on_the_right_sides(lambda: block(state, lookup, pack, runtime), wanted)  # noqa: B023
+        state, runtime = BlockState(entering, pre_mix, shared), replace(model.runtime, attention="dense")
+        wanted = layout.flatten(streams[layer + 1]) if layer + 1 in streams else None
+        result, found[layer] = _on_the_right_sides(lambda: block(state, lookup, layout, runtime), wanted)  # noqa: B023
         pre_mix, shared = result.state.pre_mix, result.shared
     return found
 
@@ -254,32 +254,32 @@ def _with_oracle(rounder, what: str, known: dict[int, tuple[Tensor, Tensor]], fl
     return rounded
 
 
-def traced(model, inputs: dict[str, Tensor]) -> tuple[Output, Trace]:
+def traced(model, inputs: dict[str, Tensor]) -> tuple[Output, BackboneOutput]:
     """Run the public forward and keep the trace that it made on the way."""
-    kept: list[Trace] = []
-    inner = model._trace
+    kept: list[BackboneOutput] = []
+    inner = model._run_backbone
 
     def keep(*args, **kwargs):
         kept.append(inner(*args, **kwargs))
         return kept[0]
 
-    model._trace = keep
+    model._run_backbone = keep
     try:
         return model(**inputs, output_hidden_states=True), kept[0]
     finally:
-        del model._trace
+        del model._run_backbone
 
 
-def _width(expected: dict[str, Tensor], pack: Pack) -> int:
+def _width(expected: dict[str, Tensor], layout: SequenceLayout) -> int:
     """Positions that the oracle keeps per row."""
-    return expected["layers.0.router_indices"].shape[0] // pack.rows
+    return expected["layers.0.router_indices"].shape[0] // layout.rows
 
 
-def _aligned_positions(expected: dict[str, Tensor], inputs: dict[str, Tensor], pack: Pack) -> Tensor:
+def _aligned_positions(expected: dict[str, Tensor], inputs: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
     """For packed rows the oracle moves every document to the next multiple of the largest ratio (2 in all cases)."""
     if "seq_lens" not in inputs:
-        return pack.flatten(torch.arange(pack.rows * pack.row_length).view(pack.rows, -1))
-    places, width = [], _width(expected, pack)
+        return layout.flatten(torch.arange(layout.rows * layout.row_length).view(layout.rows, -1))
+    places, width = [], _width(expected, layout)
     for row, lengths in enumerate(inputs["seq_lens"].tolist()):
         at = 0
         for length in filter(None, lengths):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from model import Runtime, load_pretrained
+from model import ForwardOptions, load_pretrained
 from tests.model.golden_files import Oracle, load_oracle, traced
 
 CASES = ("text", "engram", "padded", "packed", "vision", "heads512")
@@ -23,7 +23,7 @@ def errors(oracle: Oracle, attention: str) -> dict[str, float]:
     """Largest absolute differences of logits, streams and loss; largest gradient difference relative to its tensor's
     largest value.
     """
-    model = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))
+    model = load_pretrained(oracle.folder, runtime=ForwardOptions(attention=attention))
     output, _ = traced(model, oracle.inputs)
     output.loss.backward()
     streams = oracle.streams()

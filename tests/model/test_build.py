@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import ENGRAM, raw_config, tiny_config, tokens
 
-from model import ModelConfig, Runtime, VisionConfig, build_model
+from model import ForwardOptions, ModelConfig, VisionConfig, build_model
 from model.checkpoint.checkpoint import released_names
 
 
@@ -93,15 +93,15 @@ def test_mix_starts_as_equal_shares() -> None:
 
 
 def test_first_loss_is_near_uniform_and_training_lowers_it() -> None:
-    built = build_model(tiny_config(engram=True), token_map=torch.arange(61) % 50, runtime=Runtime())
+    built = build_model(tiny_config(engram=True), token_map=torch.arange(61) % 50, runtime=ForwardOptions())
     ids = tokens(2, 24)
     data = {"input_ids": ids, "labels": ids}
-    totals = built.totals(**data)
+    denominators = built.loss_denominators(**data)
     optimizer = torch.optim.Adam(built.parameters(), lr=5e-3)
     values = []
     for _ in range(12):
         optimizer.zero_grad()
-        losses = built.losses(**data, totals=totals)
+        losses = built.losses(**data, denominators=denominators)
         losses.total.backward()
         optimizer.step()
         values.append((losses.lm_sum / losses.supervised).item())
@@ -127,7 +127,7 @@ def test_public_output() -> None:
     assert [tuple(s.shape) for s in full.hidden_states] == [(2, 9, 4, 32)] * 6
     shifted = torch.nn.functional.cross_entropy(full.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(full.loss, shifted)
-    buffers = built.balance_buffers()
+    buffers = built.router_biases()
     assert len(buffers) == 6 and all(
         b is layer.ffn.gate.bias for (b, _), layer in zip(buffers, built.layers, strict=True)
     )
@@ -136,7 +136,7 @@ def test_public_output() -> None:
 def test_kv_quantisation_is_a_switch() -> None:
     """Main-KV QAT moves the logits; the other quantisers always belong to the forward."""
     quantised = build_model(tiny_config())
-    exact = build_model(tiny_config(), runtime=Runtime(kv_quant=False))
+    exact = build_model(tiny_config(), runtime=ForwardOptions(kv_quant=False))
     ids = tokens(1, 30)
     difference = (quantised(ids).logits - exact(ids).logits).abs().max()
     assert difference > 1e-5

@@ -7,7 +7,7 @@ import torch
 from golden_files import load_oracle
 from tiny import tiny_config
 
-from model import DeepseekV41, Runtime, TextConfig, load_pretrained
+from model import DeepseekV41, ForwardOptions, TextConfig, load_pretrained
 from model.cache.cache import Cache, LayerCache, Step
 from model.count import kv_bytes, window_kv_bytes
 from model.quantize import fake_quant_fp4, fake_quant_fp8, fake_quant_mxfp4
@@ -22,7 +22,7 @@ def fill(cache: Cache, lengths: list[int], pieces: int = 1) -> dict[int, list[to
         parts = [[0] * ((piece + 1) * n // pieces - piece * n // pieces) for n in lengths]
         step = Step.after(cache, rows, parts)
         for layer in config.kv_source_layer_ids:
-            count = len(step.pack.entries[config.ratio(layer)].members)
+            count = len(step.layout.entries[config.ratio(layer)].members)
             kv = torch.randn(count, config.head_dim, generator=generator)
             keys = fake_quant_mxfp4(torch.randn(count, config.index_head_dim, generator=generator))
             written.setdefault(layer, []).append((kv, keys, LayerCache(step, layer).entries(kv, keys)))
@@ -139,7 +139,7 @@ def test_open_groups_span_steps() -> None:
     for count in (1, 1, 1, 1, 3, 2, 1, 10, 1, 5):
         step = Step.after(cache, [row], [[0] * count])
         joined, _ = LayerCache(step, 1).open_groups(values[at : at + count], values[at : at + count] + 1)
-        entries = step.pack.entries[4]
+        entries = step.layout.entries[4]
         first = at // 4 * 4
         expected = values[first : (at + count) // 4 * 4].unflatten(0, (-1, 4))
         assert torch.equal(joined[entries.members.flatten()].unflatten(0, (-1, 4)), expected)
@@ -157,12 +157,12 @@ def forced(built: DeepseekV41, rows: torch.Tensor, chunk: int, decoded: int) -> 
     for begin, end in zip(cuts, cuts[1:], strict=False):
         step = Step.after(cache, owned, rows[:, begin:end].tolist())
         layers = range(built.config.text.num_hidden_layers)
-        lookups = built.look_up(layers, step.ids, step.pack, step)
-        state = built.enter(built.embed(step.ids))
+        lookups = built.look_up(layers, step.ids, step.layout, step)
+        state = built.init_streams(built.embed(step.ids))
         for layer in layers:
-            state = built.advance(layer, state, lookups, step.pack, step=step).state
+            state = built.run_block(layer, state, lookups, step.layout, step=step).state
         step.commit()
-        logits.append(built.head(built.leave(state)).unflatten(0, (len(rows), -1)))
+        logits.append(built.head(built.final_hidden(state)).unflatten(0, (len(rows), -1)))
     return torch.cat(logits, dim=1)
 
 
@@ -170,7 +170,7 @@ def forced(built: DeepseekV41, rows: torch.Tensor, chunk: int, decoded: int) -> 
 def test_against_the_golden_numbers(name: str) -> None:
     """Chunked prefill and decode against the logits of another implementation, by the rule of test_without_help."""
     oracle = load_oracle(name)
-    built = load_pretrained(oracle.folder, runtime=Runtime())
+    built = load_pretrained(oracle.folder, runtime=ForwardOptions())
     ids = oracle.inputs["input_ids"]
     logits = forced(built, ids, chunk=27, decoded=18)
     per_token = (logits - oracle.expected["logits"]).abs().amax(-1)

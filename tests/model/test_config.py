@@ -10,7 +10,7 @@ import pytest
 from golden_files import golden
 from tiny import raw_config
 
-from model import ModelConfig, Runtime, TextConfig, VisionConfig
+from model import ForwardOptions, ModelConfig, TextConfig, VisionConfig
 
 SCHEDULE = [
     # change, and what the message must name: key, layer, rule
@@ -184,4 +184,4 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
 
 def test_runtime_names_its_choices() -> None:
     with pytest.raises(ValueError, match="flash.*sparse.*dense"):
-        Runtime(attention="flash")
+        ForwardOptions(attention="flash")

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import ModelConfig, Runtime, VisionConfig, build_model, count
-from model.layout import build_pack
+from model import ForwardOptions, ModelConfig, VisionConfig, build_model, count
+from model.layout import build_layout
 from tests.model.tiny import tiny_config, tiny_model, tokens
 
 
@@ -62,10 +62,10 @@ def test_parts_are_those_of_the_names() -> None:
 
 def test_prefill_uses_what_the_last_entries_depend_on() -> None:
     """Parameters with a gradient from the last kv source's entries and keys, and the indexers on the way to them."""
-    built = tiny_model(Runtime(kv_quant=True), engram=True, engram_layer_ids=[1, 3])
+    built = tiny_model(ForwardOptions(kv_quant=True), engram=True, engram_layer_ids=[1, 3])
     ids = tokens(1, 64)
     last = max(built.config.text.kv_source_layer_ids)
-    shared = built._trace(ids, build_pack(built.config.text, ids), None, None, None).blocks[last].shared
+    shared = built._run_backbone(ids, build_layout(built.config.text, ids), None, None, None).blocks[last].shared
     (shared.compressed_kv.sum() + shared.index_keys.sum()).backward()
     used = 0.0
     for name, parameter in built.named_parameters():
@@ -159,13 +159,13 @@ def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: boo
     heads = {"head_dim": 32, "index_head_dim": 32}  # multiples of the quantisers' groups, or their padding is kept too
     config, length = tiny_config(engram=True, **heads, **wide), 256
     token_map = torch.arange(config.text.vocab_size) % 50
-    built = build_model(config, Runtime(recompute=recompute), token_map)
+    built = build_model(config, ForwardOptions(recompute=recompute), token_map)
     own = {tensor.untyped_storage()._cdata for tensor in [*built.parameters(), token_map]}
     ids = tokens(1, length)
-    totals = built.totals(ids, ids)
+    denominators = built.loss_denominators(ids, ids)
     with Allocations() as allocations:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            losses = built.losses(ids, ids, totals)
+            losses = built.losses(ids, ids, denominators)
         alive = allocations.alive(own)
     assert losses.total.isfinite()
     parts = count.activation_bytes(config, bf16, recompute)

@@ -16,8 +16,8 @@ import model.attention
 from model import (
     Drafter,
     DraftObjective,
+    ForwardOptions,
     ModelConfig,
-    Runtime,
     build_drafter,
     build_model,
     convert_checkpoint,
@@ -29,7 +29,7 @@ from model import (
     save_pretrained,
 )
 from model.checkpoint.checkpoint import released_names
-from model.dspark import DraftTotals
+from model.dspark import DraftDenominators
 from model.loss import draft_distances
 from model.parallel.ranks import Parallel
 from tests import processes
@@ -60,7 +60,7 @@ class Case:
             load_file(folder / "inputs.safetensors"),
             load_file(folder / "expected.safetensors"),
         )
-        self.drafter = load_drafter(folder, load_pretrained(folder, runtime=Runtime(attention=attention)))
+        self.drafter = load_drafter(folder, load_pretrained(folder, runtime=ForwardOptions(attention=attention)))
         self.features = self.drafter.backbone.features((5, 6, 7), self.inputs["input_ids"])
         self.stages: list[tuple] = []
         self.keys: list[Tensor] = []
@@ -103,9 +103,9 @@ def test_golden_keys_and_what_is_seen(case: Case) -> None:
     for stage in range(3):
         assert torch.equal(keys[stage], case.expected[f"stage.{stage}.context_keys"])
         assert torch.equal(keys[3 + stage].view(9, 5, -1), case.expected[f"stage.{stage}.block_keys"])
-    pack = case.features.pack
-    where = case.drafter.locate(case.inputs["anchors"], pack, (1, 60))
-    layout = case.drafter.layout(where, pack)
+    layout = case.features.layout
+    where = case.drafter.locate(case.inputs["anchors"], layout, (1, 60))
+    layout = case.drafter.draft_layout(where, layout)
     seen = torch.zeros(9, 61, dtype=torch.bool).scatter(1, layout.places.masked_fill(layout.hidden, 60), True)[:, :60]
     assert torch.equal(seen, case.expected["context_visible"])
 
@@ -197,11 +197,11 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 
 
 def test_plain_equals_batched(no_rounding, monkeypatch) -> None:  # noqa: F811
     """Also where the batched path cuts its blocks into chunks."""
-    plain = drafts(tiny_drafter(Runtime(attention="dense")), batch(LENGTHS), ANCHORS)
+    plain = drafts(tiny_drafter(ForwardOptions(attention="dense")), batch(LENGTHS), ANCHORS)
     same(drafts(tiny_drafter(), batch(LENGTHS), ANCHORS), plain)
     monkeypatch.setitem(model.sparse.CHUNK_ELEMENTS, "cpu", 500)
     same(drafts(tiny_drafter(), batch(LENGTHS), ANCHORS), plain)
-    same(drafts(tiny_drafter(Runtime(recompute=True)), batch(LENGTHS), ANCHORS), plain)
+    same(drafts(tiny_drafter(ForwardOptions(recompute=True)), batch(LENGTHS), ANCHORS), plain)
 
 
 def test_each_anchor_alone_equals_all_together(no_rounding) -> None:  # noqa: F811
@@ -216,7 +216,7 @@ def test_each_anchor_alone_equals_all_together(no_rounding) -> None:  # noqa: F8
 
 def test_packed_documents_equal_documents_alone(no_rounding) -> None:  # noqa: F811
     """Engram and bounded replay included; anchors of a document are counted from its start when it is alone."""
-    drafter = tiny_drafter(Runtime(decoder_replay=True), engram=True)
+    drafter = tiny_drafter(ForwardOptions(decoder_replay=True), engram=True)
     data = batch(LENGTHS)
     packed = drafts(drafter, data, ANCHORS)
     flat = {name: packed[name].flatten(0, 1) for name in ("hidden", "logits", "greedy.tokens", "loss.alpha")}
@@ -266,21 +266,21 @@ def test_no_supervised_slot_is_no_loss() -> None:
 
 
 def test_losses_of_micro_batches_are_those_of_the_larger_batch() -> None:
-    """Divided by common totals they and their gradients add up, whatever the weights of the terms."""
+    """Divided by common denominators they and their gradients add up, whatever the weights of the terms."""
     drafter, data = tiny_drafter(), batch(LENGTHS)
     expected = drafter.loss(anchors=ANCHORS, **data)
     expected.loss.backward()
     wanted = gradients(drafter)
     parts = [{name: t[row : row + 1] for name, t in {**data, "anchors": ANCHORS}.items()} for row in range(2)]
-    totals = DraftTotals.from_tensor(sum(drafter.totals(**part).to_tensor() for part in parts))
-    assert totals.real == 53 and torch.equal(totals.valid, expected.valid.sum((0, 1)))
+    denominators = DraftDenominators.from_tensor(sum(drafter.loss_denominators(**part).to_tensor() for part in parts))
+    assert denominators.num_tokens == 53 and torch.equal(denominators.valid, expected.valid.sum((0, 1)))
     drafter.zero_grad()
-    found = [drafter.losses(**part, totals=totals) for part in parts]
+    found = [drafter.losses(**part, denominators=denominators) for part in parts]
     sum(losses.total for losses in found).backward()
     assert_same(gradients(drafter), wanted, 1e-5)
     sums = {name: sum(getattr(losses, name) for losses in found) for name in found[0]._fields}
-    blocks, slots = totals.valid[0], totals.valid.sum()
-    assert torch.equal(sums["slots"], totals.valid)
+    blocks, slots = denominators.valid[0], denominators.valid.sum()
+    assert torch.equal(sums["slots"], denominators.valid)
     torch.testing.assert_close(sums["total"], expected.loss)
     torch.testing.assert_close(sums["accepted_sum"] / blocks, expected.tau)
     torch.testing.assert_close(sums["alpha_sum"], expected.alpha.sum((0, 1)))
@@ -291,7 +291,7 @@ def test_losses_of_micro_batches_are_those_of_the_larger_batch() -> None:
     row = torch.stack([low.sum(), sure[low].sum(), expected.alpha[expected.valid][low].sum()]).double()
     torch.testing.assert_close(sums["calibration"][3], row, atol=1e-5, rtol=1e-5)
     other = DraftObjective(ce=0.5, l1=0.0, confidence=2.0)
-    total = sum(drafter.losses(**part, totals=totals, objective=other).total for part in parts)
+    total = sum(drafter.losses(**part, denominators=denominators, objective=other).total for part in parts)
     torch.testing.assert_close(total, 0.5 * expected.ce + 2 * expected.bce)
 
 
@@ -324,7 +324,7 @@ def test_drafts_behind_images_are_routed_as_text() -> None:
     drafter = tiny_drafter(vision=True)
     anchors = torch.tensor([4, 20, 50])
     expected = drafter.loss(anchors=anchors, **data)
-    for _, bias_vl in drafter.balance_buffers():
+    for _, bias_vl in drafter.router_biases():
         bias_vl.normal_()
     assert torch.equal(drafter.loss(anchors=anchors, **data).alpha, expected.alpha)
     load = expected.expert_load

@@ -98,16 +98,16 @@ def test_look_back_stops_at_the_document() -> None:
     """Rows of a document do not depend on the document before it; rows inside one depend on 3 tokens back."""
     config = tiny_config(engram=True)
     token_map = torch.arange(61) % 50
-    pack = pack_of(config, [7, 9])
+    layout = pack_of(config, [7, 9])
     ids = tokens(16)
-    rows = engram_rows(config.text, 1, token_map, ids, pack)
+    rows = engram_rows(config.text, 1, token_map, ids, layout)
     other = ids.clone()
     other[6] = (ids[6] + 1 - 4) % 40 + 4
-    changed = (engram_rows(config.text, 1, token_map, other, pack) != rows).any(-1)
+    changed = (engram_rows(config.text, 1, token_map, other, layout) != rows).any(-1)
     assert changed.tolist() == [False] * 6 + [True] + [False] * 9
     other = ids.clone()
     other[8] = (ids[8] + 1 - 4) % 40 + 4
-    changed = (engram_rows(config.text, 1, token_map, other, pack) != rows).any(-1)
+    changed = (engram_rows(config.text, 1, token_map, other, layout) != rows).any(-1)
     assert changed.nonzero().flatten().tolist() == [8, 9, 10, 11]
     alone = engram_rows(config.text, 1, token_map, ids[7:], pack_of(config, [9]))
     assert torch.equal(alone, rows[7:])
@@ -117,11 +117,11 @@ def test_layer_against_a_plain_loop_and_no_gate_on_images() -> None:
     """Report, Engram: a gate per stream from the normalised, weighted dot product of stream and key."""
     built = tiny_model(engram=True)
     layer, config = built.layers[1].engram, built.config.text
-    pack = dataclasses.replace(pack_of(built.config, [9]), image=torch.arange(9).ge(3) & torch.arange(9).lt(6))
-    rows = engram_rows(config, 1, built.token_map, tokens(9), pack)
+    layout = dataclasses.replace(pack_of(built.config, [9]), image=torch.arange(9).ge(3) & torch.arange(9).lt(6))
+    rows = engram_rows(config, 1, built.token_map, tokens(9), layout)
     assert rows.shape == (9, 6) and rows.max() < layer.embed.num_embeddings
     streams = torch.randn(9, 4, 32, generator=torch.Generator().manual_seed(0))
-    out = layer(streams, layer.embed.look_up(rows), pack)
+    out = layer(streams, layer.embed.look_up(rows), layout)
     assert torch.equal(out[3:6], streams[3:6])
     for t in (0, 1, 2, 6, 7, 8):
         memory = layer.wkv.weight @ torch.cat([layer.embed.weight[row] for row in rows[t]])

@@ -9,7 +9,7 @@ import torch
 from golden_files import traced
 from tiny import image_batch, no_rounding, tiny_model, tokens  # noqa: F401
 
-from model import DeepseekV41, Generator, Request, Runtime, Sample, generate
+from model import DeepseekV41, ForwardOptions, Generator, Request, Sample, generate
 from model.generate import draw, uniform
 
 CONFIGS = {
@@ -69,7 +69,7 @@ def test_generation_equals_the_forward(name: str, chunk: int, rounding: bool) ->
     """Unequal prompts (one shorter than a group, one longer than window, top-k and pool), over group borders, ring
     wraps and pages; whole and chunked prefill.
     """
-    built = tiny_model(Runtime(kv_quant=name != "plain"), **CONFIGS[name])
+    built = tiny_model(ForwardOptions(kv_quant=name != "plain"), **CONFIGS[name])
     requests = [Request(p, 8, temperature=0) for p in prompts(1, 5, 12, 61)]
     for sample in generate(built, requests, prefill_tokens=chunk, record_routing=True):
         assert sample.finish == "length"
@@ -161,7 +161,7 @@ def assert_near(log_probs: torch.Tensor, theirs: torch.Tensor, rounding: bool) -
 @pytest.mark.parametrize("prefill_tokens", [4096, 11])
 def test_decoder_replay_equals_its_simulation(prefill_tokens: int, rounding: bool) -> None:
     """The decoder passes over the last W tokens of a prompt; a training forward that hides the rest gives the same."""
-    built = tiny_model(Runtime(decoder_replay=True), engram=True)
+    built = tiny_model(ForwardOptions(decoder_replay=True), engram=True)
     requests = [Request(p, 12, seed=i) for i, p in enumerate(prompts(3, 6, 7, 40, 71))]
     samples = generate(built, requests, prefill_tokens=prefill_tokens, record_routing=True)
     text = built.config.text
@@ -176,7 +176,7 @@ def test_decoder_replay_equals_its_simulation(prefill_tokens: int, rounding: boo
 
 
 def test_the_decoder_skips_the_prompt(monkeypatch) -> None:
-    built = tiny_model(Runtime(decoder_replay=True))
+    built = tiny_model(ForwardOptions(decoder_replay=True))
     passed = {layer: 0 for layer in range(6)}
     for layer, block in enumerate(built.layers):
         block.register_forward_pre_hook(
@@ -194,7 +194,7 @@ def test_prefix_reuse_equals_its_simulation(window: int, decoder_replay: bool, r
     """A prompt that begins like an earlier one passes its last W known tokens again, truncated windows and all; the
     same in a training forward with `replay_start`.
     """
-    built = tiny_model(Runtime(decoder_replay=decoder_replay), engram=True, sliding_window=window)
+    built = tiny_model(ForwardOptions(decoder_replay=decoder_replay), engram=True, sliding_window=window)
     (long,) = prompts(200)
     generator = Generator(built, prefix_tokens=1024, record_routing=True)
     found: dict[int, Sample] = {}
@@ -233,7 +233,7 @@ def test_requests_with_one_prompt_share_its_prefill(
     length: int, decoder_replay: bool, rounding: bool, monkeypatch
 ) -> None:
     """They write what each would write alone, and leave no page behind."""
-    built = tiny_model(Runtime(decoder_replay=decoder_replay), engram=True)
+    built = tiny_model(ForwardOptions(decoder_replay=decoder_replay), engram=True)
     long, other = prompts(length, 40)  # 128 fill their pages
     requests = [Request(long, 3 + 5 * seed, seed=seed) for seed in range(3)]
     requests.insert(1, Request(other, 9, seed=5))

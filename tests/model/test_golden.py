@@ -14,7 +14,7 @@ import torch
 from golden_files import Case, load_oracle, oracle_rounding, run, traced
 
 import model.attention
-from model import Runtime, load_pretrained
+from model import ForwardOptions, load_pretrained
 
 EXACT = [
     "text",
@@ -78,7 +78,7 @@ def test_selected_entries(named) -> None:
         ratio = oracle.config.ratio(layer)
         theirs = oracle.of(layer, "topk_indices").flatten(0, 1)[oracle.aligned]
         ours = case.trace.blocks[layer].shared.topk_indices
-        ours = as_sets(ours, oracle.pack.entries[ratio].visible_from)
+        ours = as_sets(ours, oracle.layout.entries[ratio].visible_from)
         assert ours == as_sets(theirs, oracle.first_entry(ratio)[1]), f"layer {layer}"
 
 
@@ -89,11 +89,11 @@ def test_candidates(named) -> None:
     (layer,) = oracle.layers_with("candidates")
     assert layer == oracle.config.candidate_source_layer_id
     ratio = oracle.config.ratio(layer)
-    entries, first = oracle.pack.entries[ratio], oracle.first_entry(ratio)[1]
+    entries, first = oracle.layout.entries[ratio], oracle.first_entry(ratio)[1]
     theirs = oracle.of(layer, "candidates").bool().flatten(0, 1)[oracle.aligned]
     ours = case.trace.blocks[layer].shared.candidates
     bites = False
-    for t in range(oracle.pack.tokens):
+    for t in range(oracle.layout.tokens):
         low, high = int(entries.visible_from[t]), int(entries.visible_to[t])
         kept = {s - low for b in ours[t].tolist() if b >= 0 for s in range(b * block, (b + 1) * block) if s < high}
         assert kept == {j for j in range(high - low) if theirs[t, int(first[t]) + j]}, f"token {t}"
@@ -155,7 +155,7 @@ def test_without_help(name: str, attention: str) -> None:
     """
     oracle = load_oracle(name)
     with torch.no_grad():
-        output = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))(**oracle.inputs)
+        output = load_pretrained(oracle.folder, runtime=ForwardOptions(attention=attention))(**oracle.inputs)
     per_token = (output.logits - oracle.expected["logits"])[oracle.real].abs().amax(-1)
     assert per_token.quantile(0.25) <= (3e-5 if name in EXACT else 1e-4)
     assert abs(output.loss.item() - oracle.expected["loss"].item()) <= 1e-2
@@ -172,7 +172,7 @@ def test_padded_differs_by_one_rounded_value(attention: str, monkeypatch) -> Non
     worst, rounded = [], []
     for nudge in (-3e-5, 3e-5):
         oracle = load_oracle("padded")
-        loaded = load_pretrained(oracle.folder, runtime=Runtime(attention=attention))
+        loaded = load_pretrained(oracle.folder, runtime=ForwardOptions(attention=attention))
         plain, calls = model.attention.fake_quant_fp8, iter(range(99))
         with oracle_rounding(oracle, loaded), monkeypatch.context() as patch, torch.no_grad():
             helped = model.attention.fake_quant_fp8

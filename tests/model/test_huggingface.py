@@ -17,7 +17,7 @@ from test_config import RELEASED
 from tiny import assert_same, no_rounding, tiny_model, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from model import Runtime, load_pretrained, save_pretrained
+from model import ForwardOptions, load_pretrained, save_pretrained
 from model.config import ModelConfig
 from model.generate import Request, generate
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
@@ -199,7 +199,7 @@ def test_checkpointing_changes_no_gradient(tiny) -> None:
     expected = {name: p.grad.clone() for name, p in tiny.named_parameters() if p.grad is not None}
     tiny.zero_grad()
     tiny.gradient_checkpointing_enable()
-    assert tiny.is_gradient_checkpointing and tiny.model.runtime == Runtime(recompute=True)
+    assert tiny.is_gradient_checkpointing and tiny.model.runtime == ForwardOptions(recompute=True)
     tiny(input_ids=ids, labels=ids).loss.backward()
     assert_same({name: p.grad for name, p in tiny.named_parameters() if p.grad is not None}, expected, 1e-6)
     tiny.gradient_checkpointing_disable()

@@ -11,9 +11,9 @@ from tiny import assert_same, gradients, no_rounding, pack_of, tiny_config, tiny
 from torch import Tensor
 
 import model.attention
-from model import Runtime, indexer_recall
-from model.indexer import IndexQuery, Lesson, indexer_loss, select, select_from_candidates
-from model.layout import build_pack
+from model import ForwardOptions, LossWeights, indexer_recall
+from model.indexer import IndexerLossInputs, IndexQuery, indexer_loss, select, select_from_candidates
+from model.layout import build_layout
 from model.sparse import CHUNK_ELEMENTS
 
 HEADS, DIM, BLOCK = 8, 6, 4
@@ -24,24 +24,26 @@ BUDGETS = [1, 2**21]
 
 @pytest.fixture(params=[(r, b) for r in RATIOS for b in BUDGETS], ids=str)
 def case(request, monkeypatch):
-    """(pack, entries, query, keys) of a ratio, with scoring in tiny chunks or in one."""
+    """(layout, entries, query, keys) of a ratio, with scoring in tiny chunks or in one."""
     ratio, budget = request.param
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", budget)
-    pack = pack_of(tiny_config(), LENGTHS)
-    entries = pack.entries[ratio]
+    layout = pack_of(tiny_config(), LENGTHS)
+    entries = layout.entries[ratio]
     g = torch.Generator().manual_seed(ratio)
-    query = IndexQuery(torch.randn(pack.tokens, HEADS, DIM, generator=g), torch.randn(pack.tokens, HEADS, generator=g))
-    return pack, entries, query, torch.randn(entries.slots, DIM, generator=g)
+    query = IndexQuery(
+        torch.randn(layout.tokens, HEADS, DIM, generator=g), torch.randn(layout.tokens, HEADS, generator=g)
+    )
+    return layout, entries, query, torch.randn(entries.slots, DIM, generator=g)
 
 
 def score(query: IndexQuery, keys: Tensor, t: int, slot: int) -> float:
     return float(sum(query.weights[t, h] * max(query.q[t, h] @ keys[slot], 0) for h in range(HEADS)))
 
 
-def visible(pack, entries, t: int) -> list[int]:
+def visible(layout, entries, t: int) -> list[int]:
     """Slots of the entries j < (position + 1) // r of the token's document."""
     first = int(entries.visible_from[t])
-    return list(range(first, first + (int(pack.position[t]) + 1) // entries.ratio))
+    return list(range(first, first + (int(layout.position[t]) + 1) // entries.ratio))
 
 
 def best(scores: dict[int, float], count: int) -> set[int]:
@@ -67,25 +69,25 @@ def pool_of(scores: dict[int, float], slots: list[int], pool: int) -> set[int]:
 
 
 def test_select(case) -> None:
-    pack, entries, query, keys = case
+    layout, entries, query, keys = case
     indices, candidates = select(query, keys, entries, 5, BLOCK, None)
-    assert candidates is None and indices.dtype == torch.int32 and indices.shape == (pack.tokens, 5)
+    assert candidates is None and indices.dtype == torch.int32 and indices.shape == (layout.tokens, 5)
     for t, ours in enumerate(chosen(indices)):
-        scores = {slot: score(query, keys, t, slot) for slot in visible(pack, entries, t)}
+        scores = {slot: score(query, keys, t, slot) for slot in visible(layout, entries, t)}
         assert ours == best(scores, 5), f"token {t}"
 
 
 def test_candidates_and_selection_inside_them(case) -> None:
     """The pool bites, the newest block is kept though its entries score worst, the source itself chooses freely."""
-    pack, entries, query, keys = case
+    layout, entries, query, keys = case
     pool = 3
     indices, candidates = select(query, keys, entries, 5, BLOCK, pool)
     other = IndexQuery(query.q.flip(0), query.weights.flip(0))
     inside = select_from_candidates(other, keys, entries, candidates, 5, BLOCK)
     free, _ = select(other, keys, entries, 5, BLOCK, None)
     restricted = forced = 0
-    for t in range(pack.tokens):
-        slots = visible(pack, entries, t)
+    for t in range(layout.tokens):
+        slots = visible(layout, entries, t)
         scores = {slot: score(query, keys, t, slot) for slot in slots}
         assert chosen(indices)[t] == best(scores, 5)
         kept = chosen(candidates)[t]
@@ -100,11 +102,11 @@ def test_candidates_and_selection_inside_them(case) -> None:
 
 
 def test_pool_smaller_than_topk_leaves_the_rest_empty(case) -> None:
-    pack, entries, query, keys = case
+    layout, entries, query, keys = case
     _, candidates = select(query, keys, entries, 9, BLOCK, 1)
     inside = select_from_candidates(query, keys, entries, candidates, 9, BLOCK)
     for t, ours in enumerate(chosen(inside)):
-        slots = visible(pack, entries, t)
+        slots = visible(layout, entries, t)
         assert ours == ({s for s in slots if s // BLOCK == slots[-1] // BLOCK} if slots else set())
 
 
@@ -112,7 +114,7 @@ def test_pool_of_the_layers_below_binds_reindex_layers_only(monkeypatch) -> None
     """In the model: the source (3) chooses freely, the Reindex layer (5) inside; switched off, nobody is bound."""
     built = tiny_model()
     ids = tokens(1, 40)
-    pack = build_pack(built.config.text, ids)
+    layout = build_layout(built.config.text, ids)
     _, trace = traced(built, {"input_ids": ids})
     shared = [block.shared for block in trace.blocks]
     assert shared[1].candidates is None and shared[3].candidates is shared[5].candidates
@@ -127,19 +129,19 @@ def test_pool_of_the_layers_below_binds_reindex_layers_only(monkeypatch) -> None
     assert all(b.shared.candidates is None for b in free.blocks)
     assert chosen(free.blocks[3].shared.topk_indices) == chosen(shared[3].topk_indices)
     assert chosen(free.blocks[5].shared.topk_indices) != chosen(shared[5].topk_indices)
-    assert pack.tokens == 40
+    assert layout.tokens == 40
 
 
 def test_indexer_scores_follow_the_report() -> None:
     """q from the latent, weights from x with both scales, keys from the un-rotated latent; all inputs detached."""
     built = tiny_model()
     text, indexer = built.config.text, built.layers[1].attn.indexer
-    pack = pack_of(built.config, [8])
+    layout = pack_of(built.config, [8])
     g = torch.Generator().manual_seed(0)
     x = torch.randn(8, 32, generator=g).requires_grad_()
     q_lat = torch.randn(8, 16, generator=g).requires_grad_()
-    latent = torch.randn(pack.entries[2].slots, 16, generator=g).requires_grad_()
-    query, keys = indexer.query(x, q_lat, pack), indexer.keys(latent, pack.entries[2])
+    latent = torch.randn(layout.entries[2].slots, 16, generator=g).requires_grad_()
+    query, keys = indexer.query(x, q_lat, layout), indexer.keys(latent, layout.entries[2])
     heads, dim = text.index_n_heads, text.index_head_dim
     torch.testing.assert_close(query.weights, x @ indexer.weights_proj.weight.t() * dim**-0.5 * heads**-0.5)
     (query.q.sum() + query.weights.sum() + keys.sum()).backward()
@@ -147,12 +149,12 @@ def test_indexer_scores_follow_the_report() -> None:
     assert all(p.grad is not None for p in indexer.parameters())
 
 
-def plain_loss(query: IndexQuery, keys: Tensor, indices: Tensor, mass: Tensor, taught: Tensor) -> Tensor:
-    """Sum over taught queries of KL(mass, normalised || softmax of the scores) over the selected entries."""
+def plain_loss(query: IndexQuery, keys: Tensor, indices: Tensor, mass: Tensor, supervised: Tensor) -> Tensor:
+    """Sum over supervised queries of KL(mass, normalised || softmax of the scores) over the selected entries."""
     total = torch.zeros(())
     for t in range(len(indices)):
         here = indices[t] >= 0
-        if not taught[t] or not here.any():
+        if not supervised[t] or not here.any():
             continue
         picked = keys[indices[t][here].long()]
         scores = (query.weights[t][:, None] * torch.relu(query.q[t] @ picked.t())).sum(0)
@@ -175,11 +177,11 @@ def test_loss_against_autograd(budget: int, monkeypatch) -> None:
     indices[4, 1:] = -1
     indices[4, 0] = 7  # a single entry has nothing to learn
     mass = torch.rand(30, 6, generator=g)
-    taught = torch.rand(30, generator=g) < 0.8
-    taught[3:5] = True
+    supervised = torch.rand(30, generator=g) < 0.8
+    supervised[3:5] = True
     query = IndexQuery(q, weights)
-    ours = indexer_loss(Lesson(query, keys, indices), mass, taught)
-    theirs = plain_loss(query, keys, indices, mass, taught)
+    ours = indexer_loss(IndexerLossInputs(query, keys, indices), mass, supervised)
+    theirs = plain_loss(query, keys, indices, mass, supervised)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     leaves = (q, weights, keys)
     for a, b in zip(torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * theirs, leaves), strict=True):
@@ -189,27 +191,29 @@ def test_loss_against_autograd(budget: int, monkeypatch) -> None:
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_target_is_the_attention_of_all_layers_that_use_the_selection(attention: str, monkeypatch) -> None:
     """losses(): each source's KL from the real softmax probabilities of itself and its Reuse followers."""
-    built = tiny_model(Runtime(attention=attention))
+    built = tiny_model(ForwardOptions(attention=attention))
     recorded = record_attention(monkeypatch)
     ids = tokens(2, 21)
     batch = {"input_ids": ids, "labels": ids.clone(), "seq_lens": torch.tensor([[9, 12], [1, 18]])}
     batch["labels"][0, 3:6] = -100
-    losses = built.losses(**batch, totals=built.totals(**batch))
+    losses = built.losses(**batch, denominators=built.loss_denominators(**batch))
     calls = recorded[:]
     _, trace = traced(built, {k: v for k, v in batch.items() if k != "labels"})
-    pack = build_pack(built.config.text, ids, seq_lens=batch["seq_lens"])
-    labels = pack.flatten(batch["labels"])
-    last = torch.cat([pack.document.diff() != 0, torch.tensor([True])])
-    taught = ~last & (labels.roll(-1) != -100)
+    layout = build_layout(built.config.text, ids, seq_lens=batch["seq_lens"])
+    labels = layout.flatten(batch["labels"])
+    last = torch.cat([layout.document.diff() != 0, torch.tensor([True])])
+    supervised = ~last & (labels.roll(-1) != -100)
     for number, (source, users) in enumerate({1: [1, 2], 3: [3, 4], 5: [5]}.items()):
-        lesson = trace.blocks[source].lesson
+        indexer_loss_inputs = trace.blocks[source].indexer_loss_inputs
         mass = sum(selected_probability(*calls[layer]) for layer in users) / len(users)
-        expected = plain_loss(lesson.query, lesson.keys, lesson.topk_indices, mass, taught)
+        expected = plain_loss(
+            indexer_loss_inputs.query, indexer_loss_inputs.keys, indexer_loss_inputs.topk_indices, mass, supervised
+        )
         torch.testing.assert_close(losses.index_kl_sum[number], expected, atol=1e-4, rtol=1e-4)
-        counted = (taught & (lesson.topk_indices >= 0).any(-1)).sum()
-        assert losses.index_queries[number] == counted == built.totals(**batch).index_queries[number]
+        counted = (supervised & (indexer_loss_inputs.topk_indices >= 0).any(-1)).sum()
+        assert losses.index_queries[number] == counted == built.loss_denominators(**batch).index_queries[number]
     per_query = (losses.index_kl_sum / losses.index_queries).sum()
-    plain = losses.lm_sum / losses.supervised + 1e-4 * losses.balance_sum / pack.tokens + per_query
+    plain = losses.lm_sum / losses.supervised + 1e-4 * losses.balance_sum / layout.tokens + per_query
     torch.testing.assert_close(losses.total, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -239,29 +243,30 @@ def selected_probability(q, window_kv, window_start, entries, indices, sink, sca
     return mass.detach()
 
 
-def step_gradients(built, batch, **runtime) -> dict[str, Tensor]:
-    built.runtime = dataclasses.replace(built.runtime, **runtime)
+def step_gradients(built, batch, train_indexer: bool = True, **weights: float) -> dict[str, Tensor]:
+    built.runtime = dataclasses.replace(built.runtime, train_indexer=train_indexer)
+    built.loss_weights = dataclasses.replace(built.loss_weights, **weights)
     built.zero_grad()
-    built.losses(**batch, totals=built.totals(**batch)).total.backward()
+    built.losses(**batch, denominators=built.loss_denominators(**batch)).total.backward()
     return gradients(built)
 
 
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_the_loss_trains_the_indexer_only(attention: str) -> None:
     """Coefficient 0: zero, not missing, gradients. Other parameters do not notice the indexer's loss at all."""
-    built = tiny_model(Runtime(attention=attention))
+    built = tiny_model(ForwardOptions(attention=attention))
     ids = tokens(2, 24)
     batch = {"input_ids": ids, "labels": ids}
-    on, off = step_gradients(built, batch), step_gradients(built, batch, indexer_coef=0.0)
+    on, off = step_gradients(built, batch), step_gradients(built, batch, indexer_kl=0.0)
     for name in on:
         if ".indexer." in name:
             assert on[name].abs().max() > 0 and off[name].abs().max() == 0, name
         else:
             assert torch.equal(on[name], off[name]), name
-    half = step_gradients(built, batch, indexer_coef=0.5)
+    half = step_gradients(built, batch, indexer_kl=0.5)
     name = "layers.5.attn.indexer.wq_b.weight"
     torch.testing.assert_close(half[name], on[name] / 2)
-    unused = step_gradients(built, batch, indexer_coef=1.0, train_indexer=False)
+    unused = step_gradients(built, batch, indexer_kl=1.0, train_indexer=False)
     assert unused[name].abs().max() == 0
 
 
@@ -269,7 +274,9 @@ def test_key_gradient_of_a_reindex_layer_reaches_the_full_owner() -> None:
     built = tiny_model()
     ids = tokens(1, 24)
     _, trace = traced(built, {"input_ids": ids})
-    indexer_loss(trace.blocks[5].lesson, trace.blocks[5].mass, torch.ones(24, dtype=torch.bool)).backward()
+    indexer_loss(
+        trace.blocks[5].indexer_loss_inputs, trace.blocks[5].attention_mass, torch.ones(24, dtype=torch.bool)
+    ).backward()
     reached = {name for name, p in built.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert reached == {
         "layers.3.attn.indexer.wk.weight",
@@ -282,28 +289,28 @@ def test_key_gradient_of_a_reindex_layer_reaches_the_full_owner() -> None:
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_an_empty_selection_gives_zero_gradients(attention: str) -> None:
     """Documents of one token have no ratio-2 entry; without any target there is nothing to learn at all."""
-    built = tiny_model(Runtime(attention=attention))
+    built = tiny_model(ForwardOptions(attention=attention))
     ids = tokens(1, 3)
     batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([[1, 1, 1]])}
     found = step_gradients(built, batch)
     assert all(g.abs().max() == 0 for name, g in found.items() if ".indexer." in name)
     assert all(g.isfinite().all() for g in found.values())
     batch = {"input_ids": tokens(1, 20), "labels": torch.full((1, 20), -100)}
-    found = step_gradients(built, batch, balance_coef=0.0)
+    found = step_gradients(built, batch, router_balance=0.0)
     assert all(g.abs().max() == 0 for g in found.values())
 
 
 def test_learning_the_lesson_lowers_the_loss() -> None:
     """Gradient descent on one batch's indexer loss brings the student close to its target."""
-    built = tiny_model(Runtime(balance_coef=0.0))
+    built = tiny_model(loss_weights=LossWeights(router_balance=0.0))
     ids = tokens(1, 32)
     batch = {"input_ids": ids, "labels": ids}
-    totals = built.totals(**batch)
+    denominators = built.loss_denominators(**batch)
     learner = torch.optim.Adam([p for n, p in built.named_parameters() if ".indexer." in n], lr=3e-3)
     values = []
     for _ in range(15):
         built.zero_grad()
-        losses = built.losses(**batch, totals=totals)
+        losses = built.losses(**batch, denominators=denominators)
         losses.total.backward()
         learner.step()
         values.append(losses.index_kl_sum.sum().item())
@@ -311,18 +318,18 @@ def test_learning_the_lesson_lowers_the_loss() -> None:
 
 
 def test_autocast_does_not_round_the_scores() -> None:
-    """bf16 queries and keys are scored, compared and taught in fp32, also inside an autocast region."""
+    """bf16 queries and keys are scored, compared and supervised in fp32, also inside an autocast region."""
     g = torch.Generator().manual_seed(0)
-    pack = pack_of(tiny_config(), [60])
+    layout = pack_of(tiny_config(), [60])
     q, keys = (torch.randn(60, *s, generator=g).bfloat16().requires_grad_() for s in ((HEADS, DIM), (DIM,)))
     weights = torch.randn(60, HEADS, generator=g).requires_grad_()
-    query, taught, results = IndexQuery(q, weights), torch.ones(60, dtype=torch.bool), []
+    query, supervised, results = IndexQuery(q, weights), torch.ones(60, dtype=torch.bool), []
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            indices, candidates = select(query, keys, pack.entries[1], 6, BLOCK, 4)
-            inside = select_from_candidates(query, keys, pack.entries[1], candidates, 6, BLOCK)
+            indices, candidates = select(query, keys, layout.entries[1], 6, BLOCK, 4)
+            inside = select_from_candidates(query, keys, layout.entries[1], candidates, 6, BLOCK)
             mass = torch.rand(60, 6, generator=torch.Generator().manual_seed(1))
-            loss = indexer_loss(Lesson(query, keys, indices), mass, taught)
+            loss = indexer_loss(IndexerLossInputs(query, keys, indices), mass, supervised)
         results.append((indices, candidates, inside, loss, *torch.autograd.grad(loss, (q, weights, keys))))
     for plain, inside_autocast in zip(*results, strict=True):
         assert torch.equal(plain, inside_autocast)
@@ -331,18 +338,18 @@ def test_autocast_does_not_round_the_scores() -> None:
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_recall_against_plain_dense_attention(attention: str, monkeypatch) -> None:
     """Mass on the selected entries over mass on the true top-k, from attention over window and all visible entries."""
-    built = tiny_model(Runtime(attention=attention))
+    built = tiny_model(ForwardOptions(attention=attention))
     runtime, recorded = built.runtime, record_attention(monkeypatch)
     ids = tokens(2, 21)
     batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([[9, 12], [1, 18]])}
     ours = indexer_recall(built, batch)
     assert built.runtime == runtime and not ours.requires_grad
-    pack = build_pack(built.config.text, ids, seq_lens=batch["seq_lens"])
+    layout = build_layout(built.config.text, ids, seq_lens=batch["seq_lens"])
     for number, (source, users) in enumerate({1: [1, 2], 3: [3, 4], 5: [5]}.items()):
-        entries = pack.entries[built.config.text.ratio(source)]
+        entries = layout.entries[built.config.text.ratio(source)]
         values = []
-        for t in range(pack.tokens):
-            slots = visible(pack, entries, t)
+        for t in range(layout.tokens):
+            slots = visible(layout, entries, t)
             if len(slots) <= 5:
                 continue
             mass = {slot: 0.0 for slot in slots}

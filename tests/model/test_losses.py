@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from tiny import assert_same, gradients, no_rounding, tiny_model, tokens  # noqa: F401
 
 import model.loss
-from model import Runtime, Totals
+from model import ForwardOptions, LossDenominators, LossWeights
 from model.loss import cross_entropy_sum, next_token_targets
 from model.sparse import CHUNK_ELEMENTS
 
-LM_ONLY = Runtime(balance_coef=0.0, indexer_coef=0.0)
+LM_ONLY = LossWeights(router_balance=0.0, indexer_kl=0.0)
 
 
 def batch(rows: int = 4, length: int = 18, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -31,15 +31,15 @@ def batch(rows: int = 4, length: int = 18, seed: int = 0) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_losses_equal_forward(attention: str) -> None:
-    built = tiny_model(dataclasses.replace(LM_ONLY, attention=attention), engram=True)
+    built = tiny_model(ForwardOptions(attention=attention), loss_weights=LM_ONLY, engram=True)
     data = batch()
     out = built(**data)
     out.loss.backward()
     whole = {name: p.grad for name, p in built.named_parameters() if ".indexer." not in name}
     built.zero_grad()
-    totals = built.totals(**data)
-    losses = built.losses(**data, totals=totals)
-    assert losses.supervised == totals.supervised and losses.expert_load.sum() == 6 * 2 * totals.real
+    denominators = built.loss_denominators(**data)
+    losses = built.losses(**data, denominators=denominators)
+    assert losses.supervised == denominators.supervised and losses.expert_load.sum() == 6 * 2 * denominators.num_tokens
     torch.testing.assert_close(losses.total, out.loss, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(losses.lm_sum / losses.supervised, out.loss, atol=1e-6, rtol=1e-6)
     losses.total.backward()
@@ -54,19 +54,21 @@ def test_micro_batches_add_up(no_rounding) -> None:  # noqa: F811
     """All three losses on: the gradients of unequal micro-batches sum to the whole batch's within 1e-6, or 1e-5 where
     an Engram gate's square root near zero magnifies rounding.
     """
-    built = tiny_model(Runtime(balance_coef=0.1), engram=True)
+    built = tiny_model(loss_weights=LossWeights(router_balance=0.1), engram=True)
     data = batch()
-    totals = built.totals(**data)
-    built.losses(**data, totals=totals).total.backward()
+    denominators = built.loss_denominators(**data)
+    built.losses(**data, denominators=denominators).total.backward()
     whole = gradients(built)
     for cuts in ([0, 1, 2, 3, 4], [0, 3, 4]):
         built.zero_grad()
         parts = [rows(data, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        pieces = [built.totals(**part) for part in parts]
-        assert torch.equal(sum(pieces[1:], pieces[0]).to_tensor(), totals.to_tensor())
-        assert torch.equal(Totals.from_tensor(totals.to_tensor()).index_queries, totals.index_queries)
+        pieces = [built.loss_denominators(**part) for part in parts]
+        assert torch.equal(sum(pieces[1:], pieces[0]).to_tensor(), denominators.to_tensor())
+        assert torch.equal(
+            LossDenominators.from_tensor(denominators.to_tensor()).index_queries, denominators.index_queries
+        )
         for part in parts:
-            built.losses(**part, totals=totals).total.backward()
+            built.losses(**part, denominators=denominators).total.backward()
         for name, gradient in gradients(built).items():
             limit = 1e-5 if ".engram." in name else 1e-6
             torch.testing.assert_close(gradient, whole[name], atol=limit, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -75,13 +77,13 @@ def test_micro_batches_add_up(no_rounding) -> None:  # noqa: F811
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_recomputation_changes_nothing(attention: str) -> None:
     """Same losses, statistics and gradients bit for bit; expert loads are counted once."""
-    built = tiny_model(Runtime(attention=attention), engram=True, vision=False)
+    built = tiny_model(ForwardOptions(attention=attention), engram=True, vision=False)
     data = batch()
     results = []
     for recompute in (False, True):
         built.runtime = dataclasses.replace(built.runtime, recompute=recompute)
         built.zero_grad()
-        losses = built.losses(**data, totals=built.totals(**data))
+        losses = built.losses(**data, denominators=built.loss_denominators(**data))
         losses.total.backward()
         results.append((losses, gradients(built)))
     (plain, plain_gradients), (again, again_gradients) = results
@@ -91,11 +93,11 @@ def test_recomputation_changes_nothing(attention: str) -> None:
 
 
 def test_recomputation_really_recomputes() -> None:
-    built = tiny_model(Runtime(recompute=True))
+    built = tiny_model(ForwardOptions(recompute=True))
     calls = []
     built.layers[2].ffn.register_forward_hook(lambda *_: calls.append(1))
     data = batch()
-    built.losses(**data, totals=built.totals(**data)).total.backward()
+    built.losses(**data, denominators=built.loss_denominators(**data)).total.backward()
     assert len(calls) == 2
 
 
@@ -146,7 +148,7 @@ def test_training_never_builds_the_logits(monkeypatch) -> None:
             return out
 
     with Shapes():
-        built.losses(**data, totals=built.totals(**data)).total.backward()
+        built.losses(**data, denominators=built.loss_denominators(**data)).total.backward()
     assert (8, 61) in seen and not [s for s in seen if s[-1:] == (61,) and s[0] >= 79]
     with Shapes():
         built(**data)
@@ -160,7 +162,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(attention: str, document:
     """
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 2**12)
     monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 2**12)
-    built = tiny_model(Runtime(attention=attention), candidate_topk_blocks=8)
+    built = tiny_model(ForwardOptions(attention=attention), candidate_topk_blocks=8)
 
     def largest(length: int) -> int:
         sizes: list[int] = []
@@ -177,7 +179,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(attention: str, document:
         if document:
             data["seq_lens"] = torch.full((1, length // document), document)
         with Sizes():
-            built.losses(**data, totals=built.totals(**data)).total.backward()
+            built.losses(**data, denominators=built.loss_denominators(**data)).total.backward()
         return max(sizes)
 
     short, long = largest(512), largest(1024)
@@ -191,10 +193,10 @@ def test_autocast_keeps_the_gradients_near() -> None:
     """bf16 autocast runs through every custom gradient; fp32 parameters get fp32 gradients."""
     built = tiny_model(engram=True)
     data = batch()
-    totals = built.totals(**data)
-    exact = built.losses(**data, totals=totals)
+    denominators = built.loss_denominators(**data)
+    exact = built.losses(**data, denominators=denominators)
     with torch.autocast("cpu", torch.bfloat16):
-        losses = built.losses(**data, totals=totals)
+        losses = built.losses(**data, denominators=denominators)
     losses.total.backward()
     assert abs(losses.lm_sum / exact.lm_sum - 1) < 0.05
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(built).values())
@@ -228,7 +230,7 @@ def test_no_target_is_a_zero_loss() -> None:
     for ids in (tokens(2, 9), tokens(1, 1)):
         labels = torch.full_like(ids, -100)
         assert built(ids, labels=labels).loss == 0
-        losses = built.losses(ids, labels, built.totals(ids, labels))
+        losses = built.losses(ids, labels, built.loss_denominators(ids, labels))
         losses.total.backward()
         assert losses.lm_sum == 0
     assert all(p.grad is None or p.grad.isfinite().all() for p in built.parameters())
@@ -246,5 +248,5 @@ def test_evaluation_keeps_the_streams_of_one_block() -> None:
         block.register_forward_pre_hook(before)
     ids = torch.arange(24).view(1, 24)
     with torch.no_grad():
-        built.losses(ids, ids, built.totals(ids, ids))
+        built.losses(ids, ids, built.loss_denominators(ids, ids))
     assert alive == [1] * len(built.layers)

@@ -8,7 +8,7 @@ from tiny import assert_same, gradients, tiny_model, tokens
 from torch import Tensor
 
 import model.loss
-from model import DeepseekV41, Runtime, reverse_kl, token_log_probs
+from model import DeepseekV41, ForwardOptions, LossWeights, reverse_kl, token_log_probs
 from model.parallel.ranks import ONE_PROCESS
 from model.parallel.tables import Head
 
@@ -41,7 +41,7 @@ def recorded(built: DeepseekV41, data: dict[str, Tensor]) -> Tensor:
 
 
 def losses(built: DeepseekV41, data: dict[str, Tensor], **more):
-    return built.losses(**data, totals=built.totals(**data), **more)
+    return built.losses(**data, denominators=built.loss_denominators(**data), **more)
 
 
 def test_replaying_its_own_routing_changes_nothing() -> None:
@@ -60,7 +60,7 @@ def test_replaying_its_own_routing_changes_nothing() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_other_experts_are_used_where_recorded_and_train_the_router(recompute: bool) -> None:
     """Experts that the router would not choose: they alone are run, and its weights still get their gradient."""
-    built, data = tiny_model(Runtime(balance_coef=0.0, recompute=recompute)), batch()
+    built, data = tiny_model(ForwardOptions(recompute=recompute), loss_weights=LossWeights(router_balance=0.0)), batch()
     own = recorded(built, data)
     routing = (own + 1) % 4
     routing[:, :4] = -1  # the first positions choose as usual

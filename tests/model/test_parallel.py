@@ -13,9 +13,9 @@ from torch import Tensor
 
 import model.init
 import model.moe
-from model import DeepseekV41, Runtime, Totals, build_model, count, load_pretrained
+from model import DeepseekV41, ForwardOptions, LossDenominators, LossWeights, build_model, count, load_pretrained
 from model.moe import MoE
-from model.parallel.ranks import Parallel, Ranks
+from model.parallel.ranks import Parallel, RankGroup
 from model.parallel.tables import Head, Lookup, Table
 from tests import processes
 from tests.model.golden_files import INPUTS
@@ -35,18 +35,20 @@ pytestmark = pytest.mark.distributed
 NOISE = {"atol": 1e-6, "rtol": 1e-5}
 
 
-def ranks_of(size: int) -> Ranks:
+def ranks_of(size: int) -> RankGroup:
     """This process's group of `size` consecutive ones; every process makes all groups."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if size == 1:
-        return Ranks()
+        return RankGroup()
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
-    return Ranks(groups[rank // size], rank % size, size)
+    return RankGroup(groups[rank // size], rank % size, size)
 
 
 def part_of(whole: DeepseekV41, parallel: Parallel) -> DeepseekV41:
     """This rank's part of a whole model."""
-    built = build_model(whole.config, whole.runtime, whole.token_map, parallel=parallel)
+    built = build_model(
+        whole.config, whole.runtime, whole.token_map, parallel=parallel, loss_weights=whole.loss_weights
+    )
     state = whole.state_dict()
     for name, parameter in built.named_parameters():
         shard = getattr(parameter, "shard", None)
@@ -72,11 +74,11 @@ def batches(rank: int, vision: bool) -> list[dict[str, Tensor]]:
     return made
 
 
-def step(built: DeepseekV41, data: list[dict[str, Tensor]], totals: Totals) -> dict:
+def step(built: DeepseekV41, data: list[dict[str, Tensor]], denominators: LossDenominators) -> dict:
     """Forward and backward of some micro-batches."""
     with torch.no_grad():
         logits = [built(**batch).logits for batch in data]
-    losses = [built.losses(**batch, totals=totals) for batch in data]
+    losses = [built.losses(**batch, denominators=denominators) for batch in data]
     for one in losses:  # a backward after the next forward: exchanges of several graphs in flight
         one.total.backward()
     return {
@@ -89,27 +91,29 @@ def step(built: DeepseekV41, data: list[dict[str, Tensor]], totals: Totals) -> d
 
 def whole_model(vision: bool = False, favourites: tuple[int, ...] = (), **runtime) -> DeepseekV41:
     """`favourites`: experts that every token chooses."""
-    built = tiny_model(Runtime(balance_coef=0.1, **runtime), engram=True, vision=vision)
+    built = tiny_model(
+        ForwardOptions(**runtime), loss_weights=LossWeights(router_balance=0.1), engram=True, vision=vision
+    )
     for layer in built.layers:
         for expert in favourites:
             layer.ffn.gate.bias[expert] = layer.ffn.gate.bias_vl[expert] = 100.0
     return built
 
 
-def totals_of(size: int, vision: bool) -> Totals:
+def totals_of(size: int, vision: bool) -> LossDenominators:
     """Of all ranks' batches."""
     model = whole_model(vision)
-    return Totals.from_tensor(
-        sum(model.totals(**batch).to_tensor() for rank in range(size) for batch in batches(rank, vision))
+    return LossDenominators.from_tensor(
+        sum(model.loss_denominators(**batch).to_tensor() for rank in range(size) for batch in batches(rank, vision))
     )
 
 
-def train(rank: int, layout: dict, how: dict, totals: Tensor) -> dict:
+def train(rank: int, layout: dict, how: dict, denominators: Tensor) -> dict:
     """One rank's step; gradients of shards come with where they lie."""
     switch_rounding_off(setattr)
     parallel = Parallel(ranks_of(layout["experts"]), ranks_of(layout["tables"]), layout.get("shard_embeddings", False))
     built = part_of(whole_model(**how), parallel)
-    result = step(built, batches(rank, how.get("vision", False)), Totals.from_tensor(totals))
+    result = step(built, batches(rank, how.get("vision", False)), LossDenominators.from_tensor(denominators))
     result["places"] = {
         name: (parameter.shard.start, parameter.shard.stop)
         for name, parameter in built.named_parameters()
@@ -142,9 +146,9 @@ LAYOUTS = [
 def test_equals_one_process(size: int, layout: dict, how: dict, no_rounding) -> None:  # noqa: F811
     """Logits, losses and loads of every rank, and gradients summed over the ranks."""
     vision = how.get("vision", False)
-    totals = totals_of(size, vision)
-    expected = [step(whole_model(**how), batches(rank, vision), totals) for rank in range(size)]
-    found = processes.run(size, train, layout, how, totals.to_tensor())
+    denominators = totals_of(size, vision)
+    expected = [step(whole_model(**how), batches(rank, vision), denominators) for rank in range(size)]
+    found = processes.run(size, train, layout, how, denominators.to_tensor())
     for ours, theirs in zip(found, expected, strict=True):
         forward = [dict(enumerate(result["logits"] + result["losses"])) for result in (ours, theirs)]
         assert_same(*forward, 1e-6)
@@ -249,7 +253,7 @@ def test_ranks_out_of_step_are_named(what: str, message: str) -> None:
         processes.run(2, broken, what)
 
 
-def in_bf16(rank: int, experts: Ranks) -> list[Tensor]:
+def in_bf16(rank: int, experts: RankGroup) -> list[Tensor]:
     """One MoE layer's output and the gradient of its input, under autocast."""
     layer: MoE = part_of(whole_model(favourites=(0,)), Parallel(experts)).layers[0].ffn
     x = torch.randn(7 + rank, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -266,7 +270,7 @@ def split_in_bf16(rank: int) -> list[Tensor]:
 def test_bf16() -> None:
     """Rows and results travel in bf16, weights in fp32; the arithmetic is that of one process."""
     for rank, found in enumerate(processes.run(2, split_in_bf16)):
-        for ours, theirs in zip(found, in_bf16(rank, Ranks()), strict=True):
+        for ours, theirs in zip(found, in_bf16(rank, RankGroup()), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
 
 
@@ -279,7 +283,7 @@ def asked(rank: int) -> Tensor:
     return ids.to(torch.int64)
 
 
-def tables(rank: int, ranks: Ranks | None = None) -> list[Tensor]:
+def tables(rank: int, ranks: RankGroup | None = None) -> list[Tensor]:
     """Rows and logits of a table and a head, and the gradients of both."""
     ranks = ranks or ranks_of(4)
     weight = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
@@ -293,7 +297,7 @@ def tables(rank: int, ranks: Ranks | None = None) -> list[Tensor]:
 
 
 def test_tables_with_an_empty_shard() -> None:
-    found, expected = processes.run(4, tables), [tables(rank, Ranks()) for rank in range(4)]
+    found, expected = processes.run(4, tables), [tables(rank, RankGroup()) for rank in range(4)]
     for (rows, logits, *_), (same_rows, same_logits, *_) in zip(found, expected, strict=True):
         assert torch.equal(rows, same_rows) and torch.equal(logits, same_logits)
     for place in (2, 3):
@@ -304,7 +308,7 @@ def test_tables_with_an_empty_shard() -> None:
 
 def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="4 routed experts cannot be split evenly over 3 ranks"):
-        build_model(tiny_config(), device="meta", parallel=Parallel(experts=Ranks(None, 0, 3)))
+        build_model(tiny_config(), device="meta", parallel=Parallel(experts=RankGroup(None, 0, 3)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -316,8 +320,8 @@ def test_shards_start_as_the_whole_model_does(size: int, monkeypatch) -> None:
     whole = build_model(config, **arguments)
     parts = []
     for rank in range(size):
-        ranks = Ranks(None, rank, size)
-        experts = ranks if 4 % size == 0 else Ranks()
+        ranks = RankGroup(None, rank, size)
+        experts = ranks if 4 % size == 0 else RankGroup()
         parts.append(build_model(config, **arguments, parallel=Parallel(experts, ranks, shard_embeddings=True)))
     for name, parameter in whole.named_parameters():
         held = [part.get_parameter(name) for part in parts]

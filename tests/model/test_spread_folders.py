@@ -13,11 +13,11 @@ from tiny import tiny_config, tiny_model
 import model.checkpoint.checkpoint
 import model.checkpoint.released
 from model import build_model, load_weights, save_pretrained
-from model.checkpoint.checkpoint import parts
-from model.parallel.ranks import Parallel, Ranks
+from model.checkpoint.checkpoint import released_tensors
+from model.parallel.ranks import Parallel, RankGroup
 from tests import processes
 
-PART = Parallel(experts=Ranks(None, 1, 2), tables=Ranks(None, 2, 4), shard_embeddings=True)
+PART = Parallel(experts=RankGroup(None, 1, 2), tables=RankGroup(None, 2, 4), shard_embeddings=True)
 
 
 def part_of_a_model(**changes):
@@ -53,7 +53,9 @@ def test_a_part_is_loaded_from_its_own_rows(folder: Path, kind: str, monkeypatch
         shard = getattr(tensor, "shard", None)
         assert torch.equal(tensor, state[name] if shard is None else state[name][shard.start : shard.stop]), name
     for name, scales in part.released_scales.items():
-        rows = next(p.rows for p in parts(part) if p.name == name) if ".engram.embed." in name else slice(None)
+        rows = (
+            next(p.rows for p in released_tensors(part) if p.name == name) if ".engram.embed." in name else slice(None)
+        )
         assert torch.equal(scales.view(torch.uint8), whole.released_scales[name][rows].view(torch.uint8)), name
     assert part.released_scales.keys() < whole.released_scales.keys()
     experts = {name.split(".experts.")[1][0] for name, _ in read if ".ffn.experts." in name}

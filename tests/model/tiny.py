@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import model.attention
 import model.cache.cache
 import model.indexer
-from model import DeepseekV41, Drafter, ModelConfig, Runtime, build_drafter, build_model
-from model.layout import Pack, build_pack
+from model import DeepseekV41, Drafter, ForwardOptions, LossWeights, ModelConfig, build_drafter, build_model
+from model.layout import SequenceLayout, build_layout
 from model.vision import END, IMAGE, NEWLINE, START
 
 # Layers: window, Full (ratio 2), Reuse, Full (ratio 1, candidate source), Reuse, Reindex.
@@ -79,11 +79,13 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig.from_dict(raw_config(**changes))
 
 
-def tiny_model(runtime: Runtime | None = None, seed: int = 0, **changes) -> DeepseekV41:
+def tiny_model(
+    runtime: ForwardOptions | None = None, seed: int = 0, loss_weights: LossWeights | None = None, **changes
+) -> DeepseekV41:
     """A model in which everything matters: matrices at 1/sqrt(fan-in), and biases, sinks and mHC bases at random."""
     config = tiny_config(**changes)
     token_map = torch.arange(config.text.vocab_size) % 50 if config.text.engram_layer_ids else None
-    return lively(build_model(config, runtime=runtime, token_map=token_map, seed=seed), seed)
+    return lively(build_model(config, runtime=runtime, token_map=token_map, seed=seed, loss_weights=loss_weights), seed)
 
 
 DRAFTER = {
@@ -97,7 +99,7 @@ DRAFTER = {
 }
 
 
-def tiny_drafter(runtime: Runtime | None = None, seed: int = 0, **changes) -> Drafter:
+def tiny_drafter(runtime: ForwardOptions | None = None, seed: int = 0, **changes) -> Drafter:
     """A drafter in which everything matters, with its backbone."""
     return lively(build_drafter(tiny_model(runtime, seed, **{**DRAFTER, **changes})), seed + 100)
 
@@ -143,10 +145,10 @@ def image_batch(grids=GRIDS, length: int = 40, seed: int = 0) -> dict[str, torch
     }
 
 
-def pack_of(config: ModelConfig, lengths: list[int]) -> Pack:
+def pack_of(config: ModelConfig, lengths: list[int]) -> SequenceLayout:
     """One row of packed documents."""
     ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
-    return build_pack(config.text, ids, seq_lens=torch.tensor([lengths]))
+    return build_layout(config.text, ids, seq_lens=torch.tensor([lengths]))
 
 
 def gradients(built: DeepseekV41) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def overrides(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[st
         f"task.tokens={6 * ROWS_PER_STEP * SEQ_LEN - SEQ_LEN}",
         f"task.seq_len={SEQ_LEN}",
         "task.micro_batch=2",
-        "task.accumulation=2",
+        "task.global_batch_rows=4",
         "task.eval_every=100",
         "data.validation_rows=4",
         "task.sample_tokens=3",

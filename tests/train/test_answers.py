@@ -30,7 +30,7 @@ def test_a_pass_counts_what_greedy_decoding_writes(no_rounding, make_sft, tmp_pa
         loop.train_step(run, [next(batches)], step, 0)
     for batch in run.valid_batches:
         judge = ExactMatch()
-        run.model.losses(**batch, totals=run.model.totals(**batch), objective=judge)
+        run.model.losses(**batch, denominators=run.model.loss_denominators(**batch), objective=judge)
         found += judge.count(batch["seq_lens"], batch["input_ids"].shape[1])
         text += "".join(run.tokenizer.decode_batch(batch["input_ids"].tolist(), skip_special_tokens=False))
     for question, answer in answers.items():

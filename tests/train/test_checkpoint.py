@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
 from train.checkpoint import run_state, storage
-from train.checkpoint.run_state import Background, State
+from train.checkpoint.run_state import Background, TrainerState
 from train.checkpoint.storage import CheckpointError
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}
@@ -52,12 +52,14 @@ def assert_same_state(first: dict, second: dict) -> None:
 def save(directory: Path, step: int = 1, keep: int = 3, **changes) -> Path:
     return run_state.save(
         directory,
-        State(step=step, tokens=7),
+        TrainerState(step=step, tokens=7),
         **{"data": {"row": step}, "model_config": CONFIG, "keep": keep, **objects(), **changes},
     )
 
 
-def load(folder: Path, parts: dict | None = None, model_config: dict = CONFIG, seen: list | None = None) -> State:
+def load(
+    folder: Path, parts: dict | None = None, model_config: dict = CONFIG, seen: list | None = None
+) -> TrainerState:
     return run_state.load(
         folder, set_data=(seen if seen is not None else []).append, model_config=model_config, **(parts or objects())
     )
@@ -71,7 +73,7 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
     with torch.no_grad():
         fresh["model"].weight.zero_()
     state = load(folder, fresh, seen=seen)
-    assert state == State(step=1, tokens=7) and seen == [{"row": 1}]
+    assert state == TrainerState(step=1, tokens=7) and seen == [{"row": 1}]
     assert torch.equal(fresh["model"].weight, parts["model"].weight)
     assert_same_state(fresh, parts)
     assert fresh["optimizer"].state[fresh["model"].bias]["step"] == 1
@@ -276,6 +278,6 @@ def test_background_failure_is_raised_at_the_next_step(tmp_path: Path, monkeypat
 
 
 def test_counters_are_plain_data() -> None:
-    assert State(**dataclasses.asdict(State(step=3, first_valid={"loss": 1.0}))) == State(
+    assert TrainerState(**dataclasses.asdict(TrainerState(step=3, first_valid={"loss": 1.0}))) == TrainerState(
         step=3, first_valid={"loss": 1.0}
     )

@@ -16,22 +16,22 @@ from train.build import Run, build
 
 def steps(run: Run, count: int) -> list[dict]:
     batches = iter(run.train_batches)
-    size = run.config.task.accumulation
+    size = run.micro_batches
     return [loop.train_step(run, list(itertools.islice(batches, size)), step, 0) for step in range(count)]
 
 
 def test_shared_balance_moves_both_biases_by_the_whole_load(make_config) -> None:
-    run = build(make_config("optim.balance=shared", "optim.balance_rate=0.25"))
-    load = torch.tensor([[4, 0, 0, 4], [0, 8, 1, 1]]).expand(len(run.model.balance_buffers()), 2, 4)
-    loop.move_router_biases(run, load)
-    for text, image in run.model.balance_buffers():  # totals 4, 8, 1, 5; mean 4.5
+    run = build(make_config("optim.router_bias_mode=shared", "optim.router_bias_rate=0.25"))
+    load = torch.tensor([[4, 0, 0, 4], [0, 8, 1, 1]]).expand(len(run.model.router_biases()), 2, 4)
+    loop.update_router_biases(run, load)
+    for text, image in run.model.router_biases():  # denominators 4, 8, 1, 5; mean 4.5
         assert text.tolist() == image.tolist() == [0.25, -0.25, 0.25, -0.25]
 
 
 def test_no_balance_moves_no_bias(make_config) -> None:
-    run = build(make_config("optim.balance=off", "optim.balance_rate=0.25"))
+    run = build(make_config("optim.router_bias_mode=off", "optim.router_bias_rate=0.25"))
     steps(run, 2)
-    assert not any(bias.any() for pair in run.model.balance_buffers() for bias in pair)
+    assert not any(bias.any() for pair in run.model.router_biases() for bias in pair)
 
 
 def test_a_frozen_indexer_keeps_its_weights_and_has_no_place_in_the_optimizer(make_config) -> None:
@@ -60,7 +60,10 @@ def test_an_evaluation_measures_the_load_of_all_rows(make_config) -> None:
     result = loop.evaluate(run)
     batches = list(run.valid_batches)
     with torch.no_grad():
-        load = sum(run.model.losses(**batch, totals=run.model.totals(**batch)).expert_load for batch in batches)
+        load = sum(
+            run.model.losses(**batch, denominators=run.model.loss_denominators(**batch)).expert_load
+            for batch in batches
+        )
     assert result["expert_load"]["text"]["max_over_mean"] == load_statistics(load)[0][:, 0].tolist()
 
 
@@ -69,7 +72,7 @@ def test_recall_is_that_of_the_first_documents_however_they_come(make_config, mo
     """Several processes make batches of more rows."""
 
     def evaluated(rows: int) -> tuple[Run, list[float]]:
-        run = build(make_config("data.validation_rows=4", f"task.micro_batch={rows}", f"task.accumulation={4 // rows}"))
+        run = build(make_config("data.validation_rows=4", f"task.micro_batch={rows}", "task.global_batch_rows=4"))
         return run, loop.evaluate(run)["index_recall"]
 
     monkeypatch.setattr(loop, "PROBE_TOKENS", limit)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from model import ModelConfig
 from train import loop
 from train.__main__ import run_task
+from train.config import moved
 from train.config.schema import (
     CONF_DIR,
     ConfigError,
@@ -187,7 +188,7 @@ def test_only_values_are_opened_for_the_check() -> None:
         "unknown=1",
         "optim@x=adamw",
     ]
-    opened = [
+    run_session = [
         "model=tiny",
         "experiment=demo",
         "++task.tokens=5",
@@ -198,7 +199,7 @@ def test_only_values_are_opened_for_the_check() -> None:
         "++unknown=1",
         "optim@x=adamw",
     ]
-    assert open_overrides(given) == opened
+    assert open_overrides(given) == run_session
 
 
 def test_round_trip_has_no_difference(make_config) -> None:
@@ -206,18 +207,40 @@ def test_round_trip_has_no_difference(make_config) -> None:
     assert differences(to_dict(config), config) == []
 
 
+def test_keys_that_moved_are_refused_with_their_new_names() -> None:
+    for old, new in moved.MOVED.items():
+        raw = {"task": {"kind": "pretrain"}, old.split(".")[0]: {old.split(".")[1]: 1}}
+        with pytest.raises(ConfigError) as caught:
+            parse(raw)
+        assert f"{old} = 1: this key has moved. It is {new} now" in str(caught.value)
+
+
+def test_a_run_saved_under_keys_that_moved_continues(make_config) -> None:
+    config = make_config("optim=report", "task.micro_batch=2", "task.global_batch_rows=6")
+    saved = to_dict(config)
+    for old, new in moved.MOVED.items():
+        (section, leaf), (target, name) = old.split("."), new.split(".")
+        saved[section][leaf] = saved[target].pop(name)
+    saved["task"]["accumulation"] = 3
+    del saved["loss"]
+    assert check_resumable(saved, config) == []
+    saved["task"]["accumulation"] = 4
+    with pytest.raises(ConfigError, match="task.global_batch_rows: 8 -> 6"):
+        check_resumable(saved, config)
+
+
 def test_settings_that_came_later_count_as_saved_with_their_defaults(make_config) -> None:
     saved = to_dict(make_config("optim=report"))
-    saved.pop("lora"), saved["runtime"].pop("decoder_replay"), saved["optim"].pop("balance")
+    saved.pop("lora"), saved["runtime"].pop("decoder_replay"), saved["optim"].pop("router_bias_mode")
     saved["model"]["text_config"].pop("index_n_heads")  # 32 unless it is given
     now = ("optim=report", "model.text_config.index_n_heads=32")
     assert check_resumable(saved, make_config(*now)) == []
     assert check_resumable(saved, make_config(*now, "task.tokens=99")) == ["task.tokens: 1472 -> 99"]
     with pytest.raises(ConfigError) as caught:
-        check_resumable(saved, make_config("optim=report", "runtime.decoder_replay=true", "optim.balance=off"))
+        check_resumable(saved, make_config("optim=report", "runtime.decoder_replay=true", "optim.router_bias_mode=off"))
     assert [text.split(": the run")[0] for text in caught.value.problems] == [
         "model.text_config.index_n_heads: 32 -> 16",
-        'optim.balance: "separate" -> "off"',
+        'optim.router_bias_mode: "separate" -> "off"',
         "runtime.decoder_replay: false -> true",
     ]
     with pytest.raises(ConfigError, match="1 problem .*\n.*past.setting: 1 -> null"):

@@ -15,8 +15,8 @@ from tests.train.test_resume import numbers
 from train import loop
 from train.anchors import HELD_OUT, candidates, with_anchors
 from train.build import build
-from train.checkpoint.init_from import find_origin
-from train.checkpoint.run_state import State
+from train.checkpoint.init_from import find_pretrained
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import ConfigError
 from train.evaluation.drafter import evaluate, measures
 from train.tasks import dspark, pretrain
@@ -62,7 +62,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_backbone_stays_and_the_drafter_learns(make, origin: Path, capsys) -> None:
-    config = make("task.tokens=8000", "optim.schedule.peak=1.0e-2", "optim.balance_rate=0.01")
+    config = make("task.tokens=8000", "optim.schedule.peak=1.0e-2", "optim.router_bias_rate=0.01")
     dspark.run(config)
     before, after = stored(origin), stored(config.run_dir / "export")
     own = {name for name in after if name.startswith("mtp.")}
@@ -120,10 +120,10 @@ def test_resumed_runs_are_the_same(make, monkeypatch) -> None:
 def test_micro_batches_are_the_larger_batch(make) -> None:
     """Same anchors, so the same sums and gradients, however a step is cut."""
     found = []
-    for rows, passes in ((1, 4), (4, 1)):
-        run = build(make(f"task.micro_batch={rows}", f"task.accumulation={passes}", "optim.clip=1000.0"))
+    for rows in (1, 4):
+        run = build(make(f"task.micro_batch={rows}", "task.global_batch_rows=4", "optim.clip=1000.0"))
         batches = iter(run.train_batches)
-        found.append(dspark.step(run, State(), [next(batches) for _ in range(run.passes)], 0.0, 0.0))
+        found.append(dspark.step(run, TrainerState(), [next(batches) for _ in range(run.micro_batches)], 0.0, 0.0))
     for name in ("loss", "ce", "l1", "confidence", "tau", "ece", "grad_norm", "blocks"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
     assert found[0]["alpha"] == pytest.approx(found[1]["alpha"], rel=1e-4)
@@ -160,7 +160,7 @@ def test_bf16_and_recomputation(make) -> None:
     for changes in ((), ("runtime.recompute=true",), ("parallel.precision=bf16",)):
         run = build(make(*changes))
         batches = iter(run.train_batches)
-        found.append(dspark.step(run, State(), [next(batches) for _ in range(run.passes)], 0.0, 0.0))
+        found.append(dspark.step(run, TrainerState(), [next(batches) for _ in range(run.micro_batches)], 0.0, 0.0))
     plain, again, rounded = found
     assert plain["loss"] == again["loss"] and plain["grad_norm"] == again["grad_norm"]
     assert rounded["loss"] == pytest.approx(plain["loss"], rel=0.02)
@@ -169,7 +169,7 @@ def test_bf16_and_recomputation(make) -> None:
 def test_terms_of_the_loss_can_be_left_out(make) -> None:
     run = build(make("dspark.l1=0.0", "dspark.confidence=0.0", "dspark.ce=1.0"))
     batches = iter(run.train_batches)
-    record = dspark.step(run, State(), [next(batches) for _ in range(run.passes)], 0.0, 0.0)
+    record = dspark.step(run, TrainerState(), [next(batches) for _ in range(run.micro_batches)], 0.0, 0.0)
     assert record["loss"] == record["ce"] and record["l1"] > 0
     before = {n: p.clone() for n, p in build(make()).model.named_parameters()}
     head = "mtp.1.confidence_head.proj.weight"
@@ -240,7 +240,7 @@ def test_measures_by_hand() -> None:
 def test_what_cannot_be_trained_is_refused(make, compose_raw, overrides, origin: Path) -> None:
     for changes, kinds, message in (
         (
-            ("parallel.expert_parallel=2", "parallel.data_parallel=2"),
+            ("parallel.expert_parallel=2", "parallel.world_size=2"),
             {"drafter": SHAPE.replace("experts: 4", "experts: 5")},
             "must divide dspark_n_routed_experts = 5",
         ),
@@ -262,8 +262,8 @@ def test_a_run_of_a_drafter_is_no_origin(make) -> None:
     config = make("task.tokens=300")
     dspark.run(config)
     with pytest.raises(ValueError, match="holds a drafter alone; name the export of its run"):
-        find_origin(str(config.run_dir))
+        find_pretrained(str(config.run_dir))
     assert json.loads((config.run_dir / "export" / "config.json").read_text())["text_config"]["compress_ratios"][
         -2:
     ] == [0, 0]
-    find_origin(str(config.run_dir / "export"))
+    find_pretrained(str(config.run_dir / "export"))

@@ -19,35 +19,37 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from optim.ownership import share_out
+from optim.ownership import assign_owners
 from tests.distributed.ranks import free_port
 from train import __main__ as program
 from train.config.schema import ConfigError
 from train.distributed import failure_detector
-from train.distributed.engine import Place, World, find_place, launch, pick_device
+from train.distributed.engine import ProcessInfo, World, find_process, launch, pick_device
 from train.distributed.failure_detector import Watch
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
 def test_every_launcher_is_understood() -> None:
-    assert find_place({}) == Place(0, 1, 0)
+    assert find_process({}) == ProcessInfo(0, 1, 0)
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
-    assert find_place(torchrun) == Place(5, 8, 1)
+    assert find_process(torchrun) == ProcessInfo(5, 8, 1)
     srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", **MEETING}
-    assert find_place(srun) == Place(5, 8, 1)
-    assert find_place({**srun, **torchrun, "RANK": "6"}) == Place(6, 8, 1)  # torchrun in a job of Slurm's
-    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) == Place()  # a job of one
+    assert find_process(srun) == ProcessInfo(5, 8, 1)
+    assert find_process({**srun, **torchrun, "RANK": "6"}) == ProcessInfo(6, 8, 1)  # torchrun in a job of Slurm's
+    assert (
+        find_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) == ProcessInfo()
+    )  # a job of one
 
 
 def test_half_an_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="8 processes were started, but the environment lacks LOCAL_RANK, "):
-        find_place({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"})
+        find_process({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"})
 
 
 def test_a_lone_process_cannot_be_several(make_config) -> None:
-    layout = make_config("parallel.data_parallel=2").parallel
-    with pytest.raises(ConfigError, match=r"data_parallel = 2: 1 process was started\. Start as many \(torchrun"):
+    layout = make_config("parallel.world_size=2").parallel
+    with pytest.raises(ConfigError, match=r"world_size = 2: 1 process was started\. Start as many \(torchrun"):
         launch(layout)
 
 
@@ -81,26 +83,26 @@ def test_the_pinned_deepspeed_is_installed() -> None:
 )
 def test_a_step_has_the_same_rows_on_any_number_of_ranks(make_config, micro, passes, ranks, expected) -> None:
     task = make_config(
-        f"task.micro_batch={micro}", f"task.accumulation={passes}", f"parallel.data_parallel={ranks}"
+        f"task.micro_batch={micro}", f"task.global_batch_rows={micro * passes}", f"parallel.world_size={ranks}"
     ).task  # which also checks that the rows can be shared
-    assert task.share(ranks) == expected
+    assert task.per_rank_batch(ranks) == expected
     assert expected[0] * expected[1] * ranks == micro * passes
     assert expected[0] <= micro and expected[1] <= passes
 
 
 def test_owners_take_the_largest_first() -> None:
-    assert share_out([10, 70, 30, 20, 60], 3) == [2, 0, 2, 2, 1]
-    assert share_out([5] * 6, 3) == [0, 1, 2, 0, 1, 2]
-    assert share_out([1, 2], 4) == [1, 0]
-    assert share_out([], 2) == []
+    assert assign_owners([10, 70, 30, 20, 60], 3) == [2, 0, 2, 2, 1]
+    assert assign_owners([5] * 6, 3) == [0, 1, 2, 0, 1, 2]
+    assert assign_owners([1, 2], 4) == [1, 0]
+    assert assign_owners([], 2) == []
 
 
 def test_the_device_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pick_device("cpu", Place(3, 4, 1)) == torch.device("cpu")
+    assert pick_device("cpu", ProcessInfo(3, 4, 1)) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for visible, index in ((4, 3), (1, 0)):  # Slurm can show each process one device only
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
-        assert pick_device("auto", Place(7, 8, 3)) == torch.device("cuda", index)
+        assert pick_device("auto", ProcessInfo(7, 8, 3)) == torch.device("cuda", index)
     assert pick_device("auto") == torch.device("cuda")
 
 

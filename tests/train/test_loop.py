@@ -1,4 +1,4 @@
-"""A training step: accumulation, recomputation, router balance, and the stop on numbers that are none."""
+"""A training step: micro-batches, recomputation, router balance, and the stop on numbers that are none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
-from train.checkpoint.run_state import State
+from train.checkpoint.run_state import TrainerState
 
 
 def step_of(run: Run, step: int = 0) -> dict:
-    batches = list(itertools.islice(iter(run.train_batches), run.config.task.accumulation))
+    batches = list(itertools.islice(iter(run.train_batches), run.micro_batches))
     return loop.train_step(run, batches, step, 0)
 
 
@@ -45,8 +45,8 @@ def uneven(batches: list) -> list:
 
 
 def test_accumulated_gradient_equals_the_larger_batch(no_rounding, make_config) -> None:  # noqa: F811
-    split = build(make_config("task.micro_batch=1", "task.accumulation=4", "optim.clip=1000.0"))
-    whole = build(make_config("task.micro_batch=4", "task.accumulation=1", "optim.clip=1000.0"))
+    split = build(make_config("task.micro_batch=1", "task.global_batch_rows=4", "optim.clip=1000.0"))
+    whole = build(make_config("task.micro_batch=4", "task.global_batch_rows=4", "optim.clip=1000.0"))
     small = uneven([next(iter(split.train_batches)) for _ in range(4)])
     large = uneven([next(iter(whole.train_batches))])
     assert torch.equal(torch.cat([b["input_ids"] for b in small]), large[0]["input_ids"])
@@ -60,9 +60,9 @@ def test_accumulated_gradient_equals_the_larger_batch(no_rounding, make_config) 
 
 
 def test_micro_batches_of_a_step_report_the_larger_batch(no_rounding, make_config) -> None:  # noqa: F811
-    records = [step_of(build(make_config(f"task.micro_batch={m}", f"task.accumulation={4 // m}"))) for m in (1, 4)]
+    records = [step_of(build(make_config(f"task.micro_batch={m}", "task.global_batch_rows=4"))) for m in (1, 4)]
     torch.testing.assert_close(records[0]["total"], records[1]["total"], rtol=1e-5, atol=1e-6)
-    for name in ("supervised", "real", "index_queries", "expert_load"):
+    for name in ("supervised", "num_tokens", "index_queries", "expert_load"):
         assert torch.equal(records[0][name], records[1][name]), name
 
 
@@ -77,9 +77,9 @@ def test_recomputation_changes_no_number(make_config) -> None:
 
 
 def test_router_biases_move_once_a_step_towards_balance(make_config) -> None:
-    run = build(make_config("optim.balance_rate=0.25"))
+    run = build(make_config("optim.router_bias_rate=0.25"))
     load = step_of(run)["expert_load"]
-    for layer, (text, image) in enumerate(run.model.balance_buffers()):
+    for layer, (text, image) in enumerate(run.model.router_biases()):
         counts = load[layer, 0].float()
         assert torch.equal(text, 0.25 * torch.sign(counts.mean() - counts))
         assert not image.any(), "no image tokens, no movement"
@@ -106,10 +106,10 @@ def test_bits_per_byte_follow_from_nats_and_bytes(make_config) -> None:
 
 def test_a_step_without_targets_reports_numbers_that_json_has(make_config) -> None:
     run = build(make_config())
-    batches = list(itertools.islice(iter(run.train_batches), run.config.task.accumulation))
+    batches = list(itertools.islice(iter(run.train_batches), run.micro_batches))
     for batch in batches:
         batch["labels"].fill_(-100)
-    record = loop._advance(run, State(), loop.train_step(run, batches, 0, 0), 0.0, 0.0)
+    record = loop._advance(run, TrainerState(), loop.train_step(run, batches, 0, 0), 0.0, 0.0)
     assert record["loss"] is None
     json.dumps(record, allow_nan=False)
 

@@ -105,7 +105,7 @@ def test_any_rank_can_be_trained(make, precision: str) -> None:
 
 @pytest.mark.parametrize("balance", ["off", "separate"])
 def test_only_the_adapter_is_trained(make, base: Path, balance: str) -> None:
-    run = stepped(make(ALL, f"optim.balance={balance}"))
+    run = stepped(make(ALL, f"optim.router_bias_mode={balance}"))
     trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     assert trained == set(inject.trained_parameters(run.model))
     assert {group["method"] for group in run.optimizer.param_groups} == {"adamw"}
@@ -212,11 +212,11 @@ def test_a_damaged_adapter_is_named_and_nothing_is_written(make, base: Path, tmp
 
 
 def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -> None:
-    config = make("name=whole", "optim.balance=separate")
+    config = make("name=whole", "optim.router_bias_mode=separate")
     pretrain.run(config)
     whole, exported = config.run_dir, load_pretrained(config.run_dir / "export")
     run = build(config)
-    assert sum(tensor.numel() for tensor in run.kept.state_dict().values()) < 0.5 * sum(
+    assert sum(tensor.numel() for tensor in run.checkpoint_module.state_dict().values()) < 0.5 * sum(
         tensor.numel() for tensor in exported.state_dict().values()
     )
     merged = load_pretrained(convert_with(whole / "adapter", base, whole / "merged", "bf16")).state_dict()

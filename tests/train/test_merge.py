@@ -46,7 +46,7 @@ def make(tmp_path: Path, compose_raw):
         raw["text_config"] |= {"engram_layer_ids": [], "engram_num_embeddings": [], **text}
         model = build_model(ModelConfig.from_dict(raw), seed=seed)
         generator = torch.Generator().manual_seed(seed)
-        for bias, other in model.balance_buffers():
+        for bias, other in model.router_biases():
             bias.normal_(generator=generator), other.normal_(generator=generator)
         tokenizer = Tokenizer(models.WordLevel({token: 0, "[UNK]": 1}, "[UNK]"))
         save_pretrained(model, tmp_path / name, tokenizer, dtype=dtype, format=format)
@@ -140,7 +140,10 @@ def test_rows_come_from_whichever_chunk_holds_them(tmp_path: Path) -> None:
     """As a run of several processes leaves them: a tensor in pieces, and one without axes."""
     whole = torch.arange(24.0).reshape(8, 3)
     pieces = {0: whole[:3].clone(), 3: whole[3:6].clone(), 6: whole[6:].clone()}
-    tensors = {"x": storage.Spread((8, 3), torch.float32, pieces), "n": storage.Spread.whole(torch.tensor(7))}
+    tensors = {
+        "x": storage.ShardedTensor((8, 3), torch.float32, pieces),
+        "n": storage.ShardedTensor.whole(torch.tensor(7)),
+    }
     storage.save(tmp_path / "saved", tensors, lambda folder, index: None)
     index = storage.read_index(tmp_path / "saved")
     with storage.open_rows(tmp_path / "saved", index) as read:

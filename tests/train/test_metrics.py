@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from train import loop
-from train.checkpoint.run_state import State
+from train.checkpoint.run_state import TrainerState
 from train.logging import log
 from train.logging.log import Reporter, evaluation_line, step_line
 from train.tasks import pretrain
@@ -52,7 +52,7 @@ def test_a_step_without_targets_has_no_loss(make_config) -> None:
     assert " loss=- " in step_line({**RECORD, "loss": None})
     config = make_config()
     config.run_dir.mkdir(parents=True)
-    report = Reporter(config, State())
+    report = Reporter(config, TrainerState())
     report.step({**RECORD, "loss": None})
     report.step(RECORD)
     assert report.plot().is_file()
@@ -73,7 +73,7 @@ def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
     path = config.run_dir / "metrics.jsonl"
     lines = [json.dumps({**RECORD, "kind": "train", "step": step}) for step in (1, 2, 3, 4)]
     path.write_text("\n".join(lines) + "\n" + '{"kind": "tra', encoding="utf-8")
-    report = Reporter(config, State(step=2))
+    report = Reporter(config, TrainerState(step=2))
     report.step({**RECORD, "step": 3, "loss": 9.0})
     report.close()
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -83,7 +83,7 @@ def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
 def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config("logger.progress=true")
     config.run_dir.mkdir(parents=True)
-    report = Reporter(config, State())
+    report = Reporter(config, TrainerState())
     report.step(RECORD)
     report.close()
     assert report.bar is None and capsys.readouterr().out == step_line(RECORD) + "\n"

@@ -22,7 +22,7 @@ def test_bytes_are_those_of_a_real_run(make_config, rules: str) -> None:
     planned = plan(config)
     run = build(config)
     batch = to_device(next(iter(run.train_batches)), run.device)
-    run.model.losses(**batch, totals=run.model.totals(**batch)).total.backward()
+    run.model.losses(**batch, denominators=run.model.loss_denominators(**batch)).total.backward()
     assert sum(planned.weights.values()) == _bytes(run.model.parameters())
     assert sum(planned.gradients.values()) == _bytes(p.grad for p in run.model.parameters())
     run.optimizer.zero_grad()
@@ -96,7 +96,9 @@ def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
     )
     tight = report(plan(make_config(f"parallel.gpu_memory_gib={need * 0.99}"))).splitlines()[-2]
     assert tight.startswith("DOES NOT FIT: needs") and "Largest: activations, " in tight
-    short = report(plan(make_config("task.seq_len=2", "task.micro_batch=1"))).splitlines()[-1]
+    short = report(plan(make_config("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2"))).splitlines()[
+        -1
+    ]
     assert short.startswith("NEEDS") and "Largest: optimizer state, " in short
 
 
@@ -134,15 +136,15 @@ def test_every_shipped_layout_is_valid(compose_raw, name: str) -> None:
 def test_impossible_layouts_are_refused(compose_raw) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(compose_raw(
-            "model=tiny", "data.vocab_size=512", "task.accumulation=2",
-            "parallel.data_parallel=4", "parallel.expert_parallel=3", "parallel.table_shards=8",
+            "model=tiny", "data.vocab_size=512", "task.global_batch_rows=2",
+            "parallel.world_size=4", "parallel.expert_parallel=3", "parallel.table_shards=8",
         ))  # fmt: skip
     text = str(caught.value)
     for expected in (
-        "task.micro_batch = 1: a step's 2 rows (with task.accumulation = 2) cannot be shared evenly",
+        "task.global_batch_rows = 2: must be a multiple of task.micro_batch = 1 and of parallel.world_size = 4",
         "parallel.expert_parallel = 3: must divide model.text_config.n_routed_experts = 4",
-        "parallel.expert_parallel = 3: must divide parallel.data_parallel = 4",
-        "parallel.table_shards = 8: must divide parallel.data_parallel = 4",
+        "parallel.expert_parallel = 3: must divide parallel.world_size = 4",
+        "parallel.table_shards = 8: must divide parallel.world_size = 4",
     ):
         assert expected in text
     assert len(caught.value.problems) == 4
@@ -151,7 +153,7 @@ def test_impossible_layouts_are_refused(compose_raw) -> None:
 
 
 def _layout(config, ranks: int, experts: int, tables: int, shard_embeddings: bool = False):
-    layout = {"data_parallel": ranks, "expert_parallel": experts, "table_shards": tables}
+    layout = {"world_size": ranks, "expert_parallel": experts, "table_shards": tables}
     parallel = replace(config.parallel, **layout, shard_embeddings=shard_embeddings)
     return replace(config, parallel=parallel)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from model import load_pretrained, save_pretrained
 from train import loop
 from train.build import build
-from train.checkpoint.init_from import find_origin
+from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import latest
 from train.config.schema import Config, ConfigError, parse, to_dict
 from train.run import begin
@@ -88,7 +88,7 @@ def test_the_export_is_the_model_and_can_be_named_again(make_sft, base: Config, 
     again = make_sft(f"init_from={config.run_dir}/export", "name=again")
     assert again.data.tokenizer == f"{config.run_dir}/export/tokenizer.json"
     names = (base.run_dir, config.run_dir, config.run_dir / "export")
-    tokens = [find_origin(str(name)).tokens() for name in names]
+    tokens = [find_pretrained(str(name)).tokens() for name in names]
     assert tokens[0] == tokens[1] == tokens[2]
 
 
@@ -128,7 +128,7 @@ def test_loss_counts_answers_alone(make_sft) -> None:
     batches = list(itertools.islice(run.train_batches, 2))
     numbers = loop.train_step(run, batches, 0, 0)
     assert numbers["supervised"] == sum((batch["labels"] >= 0).sum() for batch in batches)
-    assert 0 < numbers["supervised"] < 0.8 * numbers["real"]
+    assert 0 < numbers["supervised"] < 0.8 * numbers["num_tokens"]
     for batch in batches:
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             text = run.tokenizer.decode(ids[labels >= 0].tolist(), skip_special_tokens=False)

@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from model import ModelConfig, load_weights, open_folder
-from model.checkpoint.released import Source, read_headers
+from model.checkpoint.released import TensorSource, read_headers
 from train.checkpoint import run_state
 
 
 @dataclass(frozen=True)
-class Origin:
+class Pretrained:
     """A checkpoint to begin from: its folder, its model's configuration and the file of its tokenizer."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Origin:
         return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
-def find_origin(name: str) -> Origin:
+def find_pretrained(name: str) -> Pretrained:
     """The checkpoint that ``init_from`` names. Only the small files are read.
 
     Raises:
@@ -56,16 +56,16 @@ def find_origin(name: str) -> Origin:
         raise ValueError(f"{folder} {what}; name a checkpoint folder, a run directory or one of its checkpoints")
     if not tokenizer.is_file():
         raise ValueError(f"{tokenizer} does not exist; the weights are of no use without their tokenizer")
-    return Origin(folder, model, tokenizer)
+    return Pretrained(folder, model, tokenizer)
 
 
-def load_origin(model: torch.nn.Module, name: str) -> Path:
+def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
     """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start anew.
 
     Raises:
         ValueError: a tensor is missing, extra or of another shape or type; the message names them.
     """
-    folder = find_origin(name).folder
+    folder = find_pretrained(name).folder
     if not _is_released(folder):
         run_state.load_model(folder, model)
         return folder
@@ -77,12 +77,12 @@ def load_origin(model: torch.nn.Module, name: str) -> Path:
 
 
 def holds_drafter(folder: Path) -> bool:
-    """Whether a folder that ``load_origin`` has read holds a drafter's weights too."""
+    """Whether a folder that ``load_pretrained_weights`` has read holds a drafter's weights too."""
     return _is_released(folder) and any(name.startswith("mtp.") for name in read_headers(folder))
 
 
 @contextmanager
-def open_origin(origin: Origin) -> Iterator[Mapping[str, Source]]:
+def open_pretrained(origin: Pretrained) -> Iterator[Mapping[str, TensorSource]]:
     """Its tensors under their released names, in the order of the model, read a few rows at a time.
 
     Raises:

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from model import ModelConfig
 from model.backbone import allocate_model
-from model.checkpoint.checkpoint import allocate_scales, parts, released_names, scale_parts
-from model.checkpoint.released import Source, row_blocks
+from model.checkpoint.checkpoint import allocate_scales, released_names, released_tensors, scale_parts
+from model.checkpoint.released import TensorSource, row_blocks
 from model.parallel.ranks import Shard
-from optim.ownership import share_out
+from optim.ownership import assign_owners
 from train.checkpoint import storage
-from train.checkpoint.storage import CheckpointError, Index, Spread
+from train.checkpoint.storage import CheckpointError, Index, ShardedTensor
 
 FORMAT = 2
 MODEL, SCALES, OPTIMIZER, RANDOM = "model.", "scales.", "optimizer.", "random."
@@ -42,7 +42,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass
-class State:
+class TrainerState:
     """The counters of a run; the rest of what resumes lives in model, optimizer, data loader and random generators."""
 
     step: int = 0  # optimizer steps done
@@ -86,7 +86,7 @@ class Background:
         if error is not None:
             raise error
 
-    def start(self, tensors: dict[str, Spread], write: Callable[[dict[str, Spread]], None]) -> None:
+    def start(self, tensors: dict[str, ShardedTensor], write: Callable[[dict[str, ShardedTensor]], None]) -> None:
         """Copy the tensors, then ``write`` the copies in a thread. `wait` first."""
         copies = {name: spread.copied(self._buffers.setdefault(name, {})) for name, spread in tensors.items()}
         if torch.cuda.is_available():
@@ -104,7 +104,7 @@ class Background:
 
 def save(
     directory: Path,
-    state: State,
+    state: TrainerState,
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -135,13 +135,13 @@ def save(
         assert not lacking, f"no rank holds all rows of {lacking[0]}"
         (folder / "state.json").write_text(text, encoding="utf-8")
 
-    def write(tensors: dict[str, Spread]) -> None:
+    def write(tensors: dict[str, ShardedTensor]) -> None:
         storage.save(final, tensors, finish)
         if storage.rank() == 0:
             prune(directory, keep)
 
     tensors = _share(_model_tensors(model) | _scale_tensors(model)) | _optimizer_tensors(optimizer)
-    tensors[f"{RANDOM}{storage.rank()}"] = Spread.whole(_tensor(json.dumps(random_state()).encode()))
+    tensors[f"{RANDOM}{storage.rank()}"] = ShardedTensor.whole(_tensor(json.dumps(random_state()).encode()))
     if background is None:
         write(tensors)
     else:
@@ -157,7 +157,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     set_data: Callable[[dict[str, Any]], None],
     model_config: dict[str, Any],
-) -> State:
+) -> TrainerState:
     """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; the counters
     are returned. All ranks call it together. A rank that was not there before keeps its random generators.
 
@@ -176,7 +176,7 @@ def load(
     _load_optimizer(folder, optimizer, index)
     _load_random_state(folder, index)
     set_data(manifest["data"])
-    return State(**manifest["state"])
+    return TrainerState(**manifest["state"])
 
 
 def load_model(folder: Path, model: torch.nn.Module) -> None:
@@ -193,7 +193,7 @@ def load_model(folder: Path, model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def open_model(folder: Path) -> Iterator[dict[str, Source]]:
+def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
     """The weights of a checkpoint under their released names, in the order of the model, read a few rows at a time.
 
     Raises ``CheckpointError`` if the folder is damaged or does not hold its own model.
@@ -202,7 +202,7 @@ def open_model(folder: Path) -> Iterator[dict[str, Source]]:
     config = ModelConfig.from_dict(model_config(folder))
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
     _check_tensors(folder, index, _model_tensors(skeleton))
-    shapes = {part.name: part.shape for part in parts(skeleton)}
+    shapes = {part.name: part.shape for part in released_tensors(skeleton)}
     with storage.open_rows(folder, index) as read:
         found = {}
         for name, tensor in skeleton.state_dict().items():
@@ -212,7 +212,7 @@ def open_model(folder: Path) -> Iterator[dict[str, Source]]:
         yield found
 
 
-def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> Source:
+def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> TensorSource:
     """One released tensor out of what was saved: all of an entry, or one expert of a stack."""
     dtype, shape, _ = index[entry]
 
@@ -227,7 +227,7 @@ def _source(name: str, entry: str, expert: int | None, index: Index, read: Calla
 
     scales = f"{SCALES}{name}"
     kept = (lambda: read(scales)) if scales in index else None
-    return Source(name, shape if expert is None else shape[1:], dtype, blocks, kept)
+    return TensorSource(name, shape if expert is None else shape[1:], dtype, blocks, kept)
 
 
 def model_config(folder: Path) -> dict[str, Any]:
@@ -310,19 +310,19 @@ def _agreed(found: bool) -> bool:
     return answer[0]
 
 
-def _spread(tensor: Tensor) -> Spread:
+def _spread(tensor: Tensor) -> ShardedTensor:
     """A parameter or buffer: the rows that ``parameter.shard`` says, else all of it."""
     shard = getattr(tensor, "shard", None)
     if shard is None:
-        return Spread.whole(tensor)
+        return ShardedTensor.whole(tensor)
     return _rows(tensor, shard)
 
 
-def _rows(tensor: Tensor, shard: Shard) -> Spread:
-    return Spread.rows(tensor, shard.start, shard.total, shard.ranks.size)
+def _rows(tensor: Tensor, shard: Shard) -> ShardedTensor:
+    return ShardedTensor.rows(tensor, shard.start, shard.total, shard.ranks.size)
 
 
-def _share(tensors: dict[str, Spread]) -> dict[str, Spread]:
+def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
     """Of what several ranks hold alike, what this one writes: a copy for the background is of nothing more. Ranks that
     split a tensor are consecutive, and all of a set of them write their parts of it, or none.
     """
@@ -330,19 +330,19 @@ def _share(tensors: dict[str, Spread]) -> dict[str, Spread]:
     for number in {spread.parts for spread in tensors.values()}:
         alike = {name: spread for name, spread in tensors.items() if spread.parts == number}
         sizes = [math.prod(spread.shape) * spread.dtype.itemsize for spread in alike.values()]
-        writers = share_out(sizes, storage.size() // number)
+        writers = assign_owners(sizes, storage.size() // number)
         mine = storage.rank() // number
         share |= {name: alike[name] for name, writer in zip(alike, writers, strict=True) if writer == mine}
     return share
 
 
-def _model_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+def _model_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
     return {f"{MODEL}{name}": _spread(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _scale_tensors(model: torch.nn.Module) -> dict[str, Spread]:
+def _scale_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
     return {
-        f"{SCALES}{part.name}": Spread.rows(part.tensor, part.start, part.shape[0], part.copies.size)
+        f"{SCALES}{part.name}": ShardedTensor.rows(part.tensor, part.start, part.shape[0], part.copies.size)
         for part in scale_parts(model)
     }
 
@@ -354,7 +354,7 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]
             yield name, group["method"], parameter
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
     """The state of the parameters this rank updates; a step count is a 0-d tensor."""
     tensors = {}
     for name, _, parameter in _named(optimizer):
@@ -362,7 +362,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Spread]:
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
             whole = shard is None or not value.shape
-            tensors[f"{OPTIMIZER}{name}.{key}"] = Spread.whole(value) if whole else _rows(value, shard)
+            tensors[f"{OPTIMIZER}{name}.{key}"] = ShardedTensor.whole(value) if whole else _rows(value, shard)
     return tensors
 
 
@@ -386,7 +386,7 @@ def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index
 
 def _load_random_state(folder: Path, index: Index) -> None:
     name = f"{RANDOM}{storage.rank()}"
-    found = {name: Spread.whole(torch.zeros(index[name].shape, dtype=torch.uint8))} if name in index else {}
+    found = {name: ShardedTensor.whole(torch.zeros(index[name].shape, dtype=torch.uint8))} if name in index else {}
     storage.load(folder, found, index)
     if found:
         set_random_state(json.loads(bytes(found[name].pieces[0].numpy())))
@@ -411,7 +411,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, Spread]) -> None:
+def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, ShardedTensor]) -> None:
     for entry in [*wanted, *(name for name in index if name.startswith(MODEL))]:
         there, here, name = index.get(entry), wanted.get(entry), entry.removeprefix(MODEL)
         if there is None or here is None:

@@ -2,7 +2,7 @@
 
 DCP plans who writes what, and which saved pieces a process of another layout reads. Its own storage keeps the plan as a
 pickle, and reads it as one; here nothing is ever unpickled. Nor are tensors wrapped as DTensors: a piece says itself
-which rows of the whole it is (`Spread`), which works without a process group, and where a rank holds several.
+which rows of the whole it is (`ShardedTensor`), which works without a process group, and where a rank holds several.
 
 A folder holds ``rank-00000.safetensors`` for every rank that had something to write, and ``tensors.json``: for every
 tensor its type, its shape and its chunks (first row, rows, file). A chunk that is not the whole tensor is stored under
@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from model.checkpoint.released import SPELLED, Header, Shards, Stored, file_headers, row_blocks, write_files
-from model.parallel.ranks import Ranks
+from model.parallel.ranks import RankGroup
 from train.errors import InputError
 
 INDEX = "tensors.json"
@@ -55,7 +55,7 @@ class CheckpointError(InputError):
 
 
 @dataclasses.dataclass
-class Spread:
+class ShardedTensor:
     """What this process has of a tensor that is split along its first axis: pieces, each with its first row.
 
     DCP's protocol for tensors of one's own (the methods with underscores, and ``size``).
@@ -67,16 +67,16 @@ class Spread:
     parts: int = 1  # ranks that the whole is split over
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Spread:
+    def whole(cls, tensor: Tensor) -> ShardedTensor:
         return cls(tuple(tensor.shape), tensor.dtype, {0: tensor.detach()})
 
     @classmethod
-    def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> Spread:
+    def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> ShardedTensor:
         """A tensor that is the rows from ``start`` on of ``total``, which are split over ``parts`` ranks."""
         shape = (total, *tensor.shape[1:])
         return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
 
-    def copied(self, buffers: dict[int, Tensor]) -> Spread:
+    def copied(self, buffers: dict[int, Tensor]) -> ShardedTensor:
         """The same in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
         for start, piece in self.pieces.items():
             buffer = buffers.get(start)
@@ -126,7 +126,7 @@ class Entry(NamedTuple):
 Index = dict[str, Entry]
 
 
-def save(final: Path, tensors: Mapping[str, Spread], finish: Callable[[Path, Index], None]) -> None:
+def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Path, Index], None]) -> None:
     """Write this process's pieces; all ranks call it together. What several have, one writes.
 
     ``finish(folder, index)`` runs in rank 0 once every rank's tensors are on the disk: small files belong there. Then
@@ -142,7 +142,7 @@ def save(final: Path, tensors: Mapping[str, Spread], finish: Callable[[Path, Ind
         )
 
 
-def load(folder: Path, tensors: Mapping[str, Spread], index: Index) -> None:
+def load(folder: Path, tensors: Mapping[str, ShardedTensor], index: Index) -> None:
     """Fill this process's pieces from the rows that were saved, whoever saved them; all ranks call it together.
 
     ``tensors`` name entries of ``index``, in their shapes. Rows that nobody saved are left as they are.
@@ -247,9 +247,9 @@ def size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def ranks() -> Ranks:
+def ranks() -> RankGroup:
     """This process among all, as `model` takes it. All ranks call it together first."""
-    return Ranks(group(), rank(), size())
+    return RankGroup(group(), rank(), size())
 
 
 def fsync(path: Path) -> None:
@@ -429,16 +429,16 @@ class _Reader(StorageReader):
             path = self.folder / file
             try:
                 headers = file_headers(path)
-                with safe_open(path, framework="pt") as opened:
+                with safe_open(path, framework="pt") as run_session:
                     for item, chunk in items:
-                        self._read(opened, headers, item, chunk, planner.resolve_tensor(item))
+                        self._read(run_session, headers, item, chunk, planner.resolve_tensor(item))
             except (OSError, ValueError, SafetensorError) as error:
                 raise damaged(path, error) from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, opened: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
+    def _read(self, run_session: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
         """Copy some rows of a chunk, a few at a time."""
         name = item.storage_index.fqn
         dtype, shape, _ = self.index[name]
@@ -449,8 +449,8 @@ class _Reader(StorageReader):
         if headers[key].dtype != SPELLED[dtype] or headers[key].shape != wanted:
             raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, not as {INDEX} says")
         if not shape:
-            target.copy_(opened.get_tensor(key))
+            target.copy_(run_session.get_tensor(key))
             return
         first = item.storage_offsets[0]
         for rows in row_blocks(tuple(item.lengths)):
-            target[rows].copy_(opened.get_slice(key)[first + rows.start : first + rows.stop])
+            target[rows].copy_(run_session.get_slice(key)[first + rows.start : first + rows.stop])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from train.checkpoint.init_from import find_origin
+from train.checkpoint.init_from import find_pretrained
 from train.config.strict import STRICT
 from train.rl.effort import LengthTerm, training_efforts
 from train.rl.loss import PolicyLoss
@@ -72,7 +72,7 @@ class RlConfig:
                 yield f"tasks[{number}].teacher: {rule}. {'Leave it out' if kind == 'rl' else 'Name a checkpoint'}"
             elif task.teacher is not None:
                 try:
-                    find_origin(task.teacher)
+                    find_pretrained(task.teacher)
                 except ValueError as error:
                     yield f"tasks[{number}].teacher = {task.teacher}: {error}. Correct the path"
         for key in ("efforts", "eval_efforts"):
@@ -86,7 +86,7 @@ class RlConfig:
         if kind == "rl" and min(self.samples) < 2:
             yield f"samples = {self.samples}: a response alone has no other to be compared with. Give 2 or more"
         if self.prompts % ranks:
-            yield f"prompts = {self.prompts}: must be a multiple of parallel.data_parallel = {ranks}. Choose one"
+            yield f"prompts = {self.prompts}: must be a multiple of parallel.world_size = {ranks}. Choose one"
         if self.in_flight < max(self.samples):
             rule = f"a subgroup of {max(self.samples)} responses must fit"
             yield f"in_flight = {self.in_flight}: {rule}. Raise it"

@@ -1,9 +1,10 @@
 """Configuration of a run: typed, checked as a whole before anything is built.
 
 The values live in ``conf/`` (YAML, composed by Hydra); the dataclasses here hold only names, types and rules. Sections
-that another package defines are used as they are: ``runtime`` is ``model.Runtime``, ``data`` is ``data.DataConfig``,
-``optim.schedule`` and ``optim.settings`` are those of ``optim``. The ``model`` section is a released-style
-``config.json`` and is checked by ``model.ModelConfig``.
+that another package defines are used as they are: ``runtime`` is ``model.ForwardOptions``, ``loss`` is
+``model.LossWeights``, ``data`` is ``data.DataConfig``, ``optim.schedule`` and
+``optim.settings`` are those of ``optim``. The ``model`` section is a released-style ``config.json`` and is checked by
+``model.ModelConfig``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from data import DataConfig
-from model import ModelConfig, Runtime, TextConfig
+from model import ForwardOptions, LossWeights, ModelConfig, TextConfig
 from optim import Schedule, Settings
-from train.checkpoint.init_from import find_origin
+from train.checkpoint.init_from import find_pretrained
+from train.config import moved
 from train.config.dspark import DsparkConfig, with_drafter
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
@@ -40,8 +42,7 @@ GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path
 class TaskConfig:
     """What is trained on, how much of it, and how a step is cut into forward passes.
 
-    A step is the same micro_batch * accumulation rows on any number of processes: they share its passes, and then the
-    rows of a pass (see ``share``).
+    A step has the same ``global_batch_rows`` on any number of processes (see ``per_rank_batch``).
     """
 
     kind: Literal[
@@ -50,19 +51,23 @@ class TaskConfig:
     tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: PositiveInt  # rows in one forward pass of a process, at most
-    accumulation: PositiveInt  # forward passes in one optimizer step, all processes together
+    # Rows in one optimizer step, all processes together: a multiple of micro_batch. Null for task=rl and task=distill,
+    # whose steps have as many rows as their responses fill.
+    global_batch_rows: PositiveInt | None
     eval_every: PositiveInt  # optimizer steps between evaluations; first and last state are always evaluated
     sample_prompt: str  # continued once the run is complete
     sample_tokens: NonNegativeInt
     sample_temperature: NonNegativeFloat  # 0 = greedy
 
-    def share(self, ranks: int) -> tuple[int, int]:
-        """(rows in a forward pass, forward passes in a step) of each of so many processes.
+    def per_rank_batch(self, world_size: int) -> tuple[int, int]:
+        """(rows of a micro-batch, micro-batches in a step) of each of ``world_size`` processes.
 
-        No process runs more passes, or more rows in one, than a single one would.
+        The processes share the step's micro-batches, then the rows of one: none runs more micro-batches, or more rows
+        in one, than a single process would. Without ``global_batch_rows`` there is one micro-batch to share.
         """
-        passes = math.gcd(self.accumulation, ranks)
-        return self.micro_batch // (ranks // passes), self.accumulation // passes
+        count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
+        shared = math.gcd(count, world_size)
+        return max(1, self.micro_batch // (world_size // shared)), count // shared
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -77,8 +82,8 @@ class OptimConfig:
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
     clip: PositiveFloat  # global gradient norm
-    balance: Literal["separate", "shared", "off"]  # router biases follow each modality, the total, nothing
-    balance_rate: NonNegativeFloat  # step of the router biases
+    router_bias_mode: Literal["separate", "shared", "off"]  # router biases follow each modality, the total, nothing
+    router_bias_rate: NonNegativeFloat  # step of the router biases
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -113,7 +118,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
-    data_parallel: PositiveInt  # processes, one a GPU; each has its own rows of a step
+    world_size: PositiveInt  # processes, one a GPU; each has its own rows of a step
     expert_parallel: PositiveInt  # processes that the routed experts of a layer are split over
     table_shards: PositiveInt  # processes that the rows of an Engram table are split over
     shard_embeddings: bool  # split the token embedding and the head like the Engram tables
@@ -138,7 +143,8 @@ class Config:
     seed: NonNegativeInt
     task: TaskConfig
     model: dict[str, Any]
-    runtime: Runtime
+    runtime: ForwardOptions
+    loss: LossWeights
     optim: OptimConfig
     data: DataConfig
     lora: LoraConfig
@@ -245,7 +251,7 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
         unused = {field.name for field in fields(Config)} - {"task"}
         raw = {key: raw[key] for key in raw if key not in unused}
     elif isinstance(raw.get("init_from"), str):
-        raw = _with_origin(raw)
+        raw = _with_pretrained(raw)
     try:
         tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -263,11 +269,11 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
     return config
 
 
-def _with_origin(raw: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+def _with_pretrained(raw: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """The tree with the model and the tokenizer of the checkpoint in ``init_from``."""
     tree = OmegaConf.to_container(OmegaConf.create(raw), resolve=False)
     try:
-        origin = find_origin(tree["init_from"])
+        origin = find_pretrained(tree["init_from"])
     except ValueError as error:
         raise ConfigError([problem("init_from", tree["init_from"], str(error), "Correct the path")]) from None
     data = tree.get("data")
@@ -347,6 +353,8 @@ def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> l
         known = _known_keys(path[:-1], whole)
         if whole is Config and len(path) == 1:
             known += sorted(GROUPS - set(known))
+        if moved.remedy(key):
+            return [problem(key, entry["input"], "this key has moved", str(moved.remedy(key)))]
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
         remedy = (
@@ -418,17 +426,21 @@ def _parallel_checks(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tup
     if parallel.device == "cuda" and not torch.cuda.is_available():
         rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
         yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
-    rows, ranks = task.micro_batch * task.accumulation, parallel.data_parallel
-    if rows % ranks:
-        rule = f"a step's {rows} rows (with task.accumulation = {task.accumulation}) "
-        rule += f"cannot be shared evenly by parallel.data_parallel = {ranks} processes"
-        keys = {"task.micro_batch", "task.accumulation", "parallel.data_parallel"}
-        yield keys, problem("task.micro_batch", task.micro_batch, rule, f"Make the product a multiple of {ranks}")
+    rows, ranks, writes = task.global_batch_rows, parallel.world_size, task.kind in ("rl", "distill")
+    if (rows is None) != writes:
+        rule = f"must be null with task={task.kind}" if writes else f"is what task={task.kind} needs"
+        remedy = "A step has the rows that its responses fill" if writes else "Set the rows of a step"
+        yield {"task.global_batch_rows", "task.kind"}, problem("task.global_batch_rows", rows, rule, remedy)
+    elif rows is not None and rows % math.lcm(task.micro_batch, ranks):
+        rule = f"must be a multiple of task.micro_batch = {task.micro_batch} and of parallel.world_size = {ranks}"
+        keys = {"task.micro_batch", "task.global_batch_rows", "parallel.world_size"}
+        remedy = f"The next is {-(-rows // math.lcm(task.micro_batch, ranks)) * math.lcm(task.micro_batch, ranks)}"
+        yield keys, problem("task.global_batch_rows", rows, rule, remedy)
     for key in ("expert_parallel", "table_shards"):
         if ranks % getattr(parallel, key):
-            rule = f"must divide parallel.data_parallel = {ranks}"
+            rule = f"must divide parallel.world_size = {ranks}"
             value, remedy = getattr(parallel, key), "Choose a divisor"
-            yield {f"parallel.{key}", "parallel.data_parallel"}, problem(f"parallel.{key}", value, rule, remedy)
+            yield {f"parallel.{key}", "parallel.world_size"}, problem(f"parallel.{key}", value, rule, remedy)
     if parallel.shard_embeddings and parallel.table_shards == 1:
         rule, remedy = "has no effect with parallel.table_shards = 1", "Raise that, or leave it out"
         keys = {"parallel.shard_embeddings", "parallel.table_shards"}
@@ -443,8 +455,8 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"rl", "task.kind"}, problem("rl", None if writes else "...", rule, "Use task=rl, or leave it out")
     if config.rl is None:
         return
-    for text in config.rl.problems(kind, parallel.data_parallel, config.task.seq_len):
-        yield {"rl", "parallel.data_parallel", "task.seq_len"}, f"rl.{text}"
+    for text in config.rl.problems(kind, parallel.world_size, config.task.seq_len):
+        yield {"rl", "parallel.world_size", "task.seq_len"}, f"rl.{text}"
     if config.task.sample_tokens:
         rule, remedy = "has no effect with task=rl and task=distill, which evaluate responses", "Leave it out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
@@ -454,7 +466,7 @@ def _rl_checks(config: Config) -> Iterator[tuple[set[str], str]]:
     for key in ("expert_parallel", "table_shards"):
         if getattr(parallel, key) > 1 and config.rl.rollout is None:
             rule = "a process that writes responses must hold the whole model"
-            value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); data_parallel may be more"
+            value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); world_size may be more"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
     if config.rl.rollout is not None and config.lora.on:
         rule, remedy = "servers are given whole weights, not an adapter", "Use rollout=local, or leave lora out"
@@ -559,7 +571,7 @@ CHANGEABLE = (
     "logger.",
     "output",
     "parallel.device",
-    "parallel.data_parallel",
+    "parallel.world_size",
     "parallel.expert_parallel",
     "parallel.table_shards",
     "parallel.shard_embeddings",
@@ -568,7 +580,7 @@ CHANGEABLE = (
     "optim.schedule.",
     "optim.settings.",
     "optim.clip",
-    "optim.balance_rate",
+    "optim.router_bias_rate",
 )
 
 
@@ -587,6 +599,7 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     Raises:
         ConfigError: naming every key whose change would not continue that run but make another one.
     """
+    saved = moved.upgraded(saved)
     complete = _completed(saved, config.task.kind)
     changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
     shown = {key: f"{key}: {_shown(old, 1000)} -> {_shown(new, 1000)}" for key, old, new in changed}

@@ -5,7 +5,7 @@ DeepSpeed.
 group, imports no DeepSpeed and computes as if this file did not exist. Several are a DeepSpeed engine at ZeRO stage 0
 (its gradient sums over the ranks that hold the same parameter) with our own optimizer, which shares its state out.
 
-Ranks that split the experts or the tables are consecutive, ranks that hold the same part are strided.
+RankGroup that split the experts or the tables are consecutive, ranks that hold the same part are strided.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.parallel.ranks import ONE_PROCESS, Parallel, Ranks
+from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from train.config.schema import ConfigError, ParallelConfig, problem
 from train.distributed.failure_detector import SILENCE, RankLost, Watch, meet, message
 
@@ -39,7 +39,7 @@ LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASK
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Where this process stands among those that were started together."""
 
     rank: int = 0
@@ -55,7 +55,7 @@ class World:
     rank: int = 0
     size: int = 1
     parallel: Parallel = ONE_PROCESS
-    holders: Mapping[int, Ranks] = field(default_factory=lambda: {1: Ranks()})
+    replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
     # ^ by the number of parts a parameter is split into: the ranks that hold the same part as this one
     watch: Watch | None = None
 
@@ -96,7 +96,7 @@ class World:
             self.any(False)
 
     @contextmanager
-    def together(self, *agreed: type[Exception]) -> Iterator[None]:
+    def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
         """Around what the ranks do together. All end when one does, with a message that names it.
 
         ``agreed``: exceptions that every rank raises at the same place.
@@ -173,8 +173,8 @@ def launch(layout: ParallelConfig) -> World:
         ConfigError: the processes that were started are not those that the configuration names.
         RankLost: some of them did not start.
     """
-    place = find_place()
-    if place.size != layout.data_parallel:
+    place = find_process()
+    if place.size != layout.world_size:
         raise ConfigError([_mismatch(layout, place)])
     device = pick_device(layout.device, place)
     if place.size == 1:
@@ -183,14 +183,14 @@ def launch(layout: ParallelConfig) -> World:
     groups = {n: _groups(n, place) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
     parallel = Parallel(experts, tables, layout.shard_embeddings)
-    everyone = Ranks(dist.group.WORLD, place.rank, place.size)
-    holders = {n: same for n, (_, same) in groups.items()} | {1: everyone}
+    everyone = RankGroup(dist.group.WORLD, place.rank, place.size)
+    replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
     watch = Watch(dist.distributed_c10d._get_default_store().clone(), place.rank, place.size)
     watch.start()
-    return World(device, place.rank, place.size, parallel, holders, watch)
+    return World(device, place.rank, place.size, parallel, replica_groups, watch)
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
     """What the launcher says, if there is one.
 
     Raises:
@@ -200,13 +200,13 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         if all(name in environment for name in names[:2]):
             rank, size = (int(environment[name]) for name in names[:2])
             if size == 1:
-                return Place()
+                return ProcessInfo()
             missing = [name for name in (names[2], "MASTER_ADDR", "MASTER_PORT") if name not in environment]
             if missing:
                 rule = f"{size} processes were started, but the environment lacks {', '.join(missing)}"
                 raise ConfigError([f"{rule}. Start them by torchrun, or see slurm/"])
-            return Place(rank, size, int(environment[names[2]]))
-    return Place()
+            return ProcessInfo(rank, size, int(environment[names[2]]))
+    return ProcessInfo()
 
 
 def run_to_the_end(main: Callable[[], None]) -> None:
@@ -231,7 +231,7 @@ def run_to_the_end(main: Callable[[], None]) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def pick_device(name: str, place: Place = Place()) -> torch.device:  # noqa: B008
+def pick_device(name: str, place: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
     """``auto`` is a CUDA device if there is one, else the CPU. A process that sees several takes its own."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -240,11 +240,11 @@ def pick_device(name: str, place: Place = Place()) -> torch.device:  # noqa: B00
     return torch.device("cuda", place.local_rank if torch.cuda.device_count() > 1 else 0)
 
 
-def _mismatch(layout: ParallelConfig, place: Place) -> str:
+def _mismatch(layout: ParallelConfig, place: ProcessInfo) -> str:
     started = "1 process was started" if place.size == 1 else f"{place.size} processes were started"
-    command = f"torchrun --nproc-per-node {layout.data_parallel} -m train ..."
+    command = f"torchrun --nproc-per-node {layout.world_size} -m train ..."
     remedy = f"Start as many ({command}, or slurm/train.sbatch), or set it to {place.size}"
-    return problem("parallel.data_parallel", layout.data_parallel, started, remedy)
+    return problem("parallel.world_size", layout.world_size, started, remedy)
 
 
 def _import_deepspeed(device: str) -> Any:
@@ -257,7 +257,7 @@ def _import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _meet(place: Place, device: torch.device) -> None:
+def _meet(place: ProcessInfo, device: torch.device) -> None:
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -267,17 +267,17 @@ def _meet(place: Place, device: torch.device) -> None:
     del started  # the group holds the store now
 
 
-def _groups(parts: int, place: Place) -> tuple[Ranks, Ranks]:
+def _groups(parts: int, place: ProcessInfo) -> tuple[RankGroup, RankGroup]:
     """(ranks that split a parameter into so many parts, ranks that hold the same part)."""
     from deepspeed.utils import groups
 
     if parts == 1:
-        return Ranks(), Ranks(dist.group.WORLD, place.rank, place.size)
+        return RankGroup(), RankGroup(dist.group.WORLD, place.rank, place.size)
     name = group_name(parts)
     groups._create_expert_and_data_parallel(parts)
     return (
-        Ranks(groups._get_expert_parallel_group(name), place.rank % parts, parts),
-        Ranks(groups._get_expert_data_parallel_group(name), place.rank // parts, place.size // parts),
+        RankGroup(groups._get_expert_parallel_group(name), place.rank % parts, parts),
+        RankGroup(groups._get_expert_data_parallel_group(name), place.rank // parts, place.size // parts),
     )
 
 

@@ -58,7 +58,9 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         first_row += world.size * rows
         batch = to_device(batch, run.device)
         with precision(run):
-            losses = run.model.losses(**batch, totals=run.model.totals(**batch), objective=settings.objective)
+            losses = run.model.losses(
+                **batch, denominators=run.model.loss_denominators(**batch), objective=settings.objective
+            )
         for name, value in losses._asdict().items():
             if name != "total":
                 sums[name] = sums.get(name, 0) + value

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from train.checkpoint.run_state import State, write_text
+from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config, to_dict
 
 
@@ -31,7 +31,7 @@ class Reporter:
 
     picture = "loss.png"
 
-    def __init__(self, config: Config, state: State):
+    def __init__(self, config: Config, state: TrainerState):
         self.directory = config.run_dir
         self.total_tokens = config.task.tokens
         self.records = self._reopen(state.step)
@@ -112,7 +112,7 @@ class Reporter:
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         return records
 
-    def _start_bar(self, state: State) -> Progress:
+    def _start_bar(self, state: TrainerState) -> Progress:
         bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.percentage:3.0f}%"),

@@ -54,7 +54,7 @@ class Subgroup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """What is asked, and the bounds of it. All counts are of this process.
 
     rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: of a
@@ -84,7 +84,7 @@ class Plan:
 class Collector:
     """Keeps a rollout busy and hands out graded subgroups. Deterministic over a rollout that is."""
 
-    def __init__(self, plan: Plan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
+    def __init__(self, plan: SamplingPlan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
         self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards
         self.tokenizer = tokenizer
         self.eos, self.end_think = special_ids(tokenizer).eos, tokenizer.token_to_id("</think>")
@@ -203,7 +203,7 @@ class Collector:
             self._grade(group)
 
 
-def encoded(record: dict[str, Any], effort: int, plan: Plan, tokenizer: Tokenizer) -> tuple[int, ...]:
+def encoded(record: dict[str, Any], effort: int, plan: SamplingPlan, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The token ids of a record's prompt. Raises DataError for a malformed one, InputError for one that is too long."""
     prompt = tuple(prompt_ids(tokenizer, messages_of(record), thinking=True, effort=effort))
     if plan.max_length - len(prompt) < plan.max_tokens:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model import DeepseekV41, Losses, ModelConfig, Totals, reverse_kl
+from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
 from model.backbone import allocate_model
 from model.engram import build_token_map
 from train.build import Run
-from train.checkpoint.init_from import find_origin, load_origin
+from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.config.schema import ConfigError, problem
 from train.loop import precision, to_device
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
@@ -95,7 +95,7 @@ class Teachers:
         inputs = {key: batch[key] for key in INPUTS if key != "routing"}  # a teacher chooses its own experts
         inputs = to_device(inputs, self.run.device)
         with precision(self.run):
-            model.losses(**inputs, totals=model.totals(**inputs), objective=keep)
+            model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=keep)
         return kept["hidden"]
 
     def model(self, name: str) -> DeepseekV41:
@@ -105,16 +105,16 @@ class Teachers:
             self.loaded = name, _load(self.run, name)
         return self.loaded[1]
 
-    def losses_of(self, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
+    def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
         """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
 
-        def losses(batch: Batch, totals: Totals) -> Losses:
+        def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             inputs = {key: batch[key] for key in INPUTS}
             if "teacher" not in batch:  # filled up to as many as other processes have: it teaches nothing
-                return self.run.model.losses(**inputs, totals=totals)
+                return self.run.model.losses(**inputs, denominators=denominators)
             head = self.heads[self.names[int(batch["teacher"])]].to(self.run.device)
             objective = DistillationObjective(batch["teacher_hidden"], head)
-            found = self.run.model.losses(**inputs, totals=totals, objective=objective)
+            found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             met.update({key: float(value) for key, value in objective.sums.items()})
             return found
 
@@ -122,9 +122,9 @@ class Teachers:
 
 
 def _check_vocabulary(run: Run, number: int, name: str) -> None:
-    origin, rule = find_origin(name), None
+    origin, rule = find_pretrained(name), None
     size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
-    if origin.tokens() != find_origin(run.config.init_from).tokens():
+    if origin.tokens() != find_pretrained(run.config.init_from).tokens():
         rule = f"its tokenizer, {origin.tokenizer}, is not the policy's: their vocabularies cannot be compared"
     elif size != own:
         rule = f"its vocabulary has {size} entries, the policy's {own}: they cannot be compared"
@@ -133,9 +133,9 @@ def _check_vocabulary(run: Run, number: int, name: str) -> None:
 
 
 def _load(run: Run, name: str) -> DeepseekV41:
-    config = ModelConfig.from_dict(find_origin(name).model)
+    config = ModelConfig.from_dict(find_pretrained(name).model)
     token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
     dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
     model = allocate_model(config, run.config.runtime, token_map, run.device, dtype)
-    load_origin(model, name)
+    load_pretrained_weights(model, name)
     return model.requires_grad_(False)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model import DeepseekV41, Losses, Totals, token_log_probs
+from model import DeepseekV41, LossDenominators, Losses, token_log_probs
 from train.build import Run
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 from train.rl.loss import PolicyObjective
@@ -32,17 +32,17 @@ class PolicyGradient:
         made, counts = batches(scored, scored.informative, self.shape, version)
         return made, {**counts, "skipped": scored.skipped}
 
-    def losses_of(self, met: Counter[str]) -> Callable[[Batch, Totals], Losses]:
+    def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
         """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
         settings = self.run.config.rl
 
-        def losses(batch: Batch, totals: Totals) -> Losses:
+        def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             given = {name: batch[name] for name in ("behaviour", "advantage", "response")}
             if self.reference is not None:
                 given["reference"] = log_probs_under(self.reference, batch, settings.temperature)
             objective = PolicyObjective(settings.loss, settings.temperature, **given)
             inputs = {name: batch[name] for name in INPUTS}
-            found = self.run.model.losses(**inputs, totals=totals, objective=objective)
+            found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             met.update({name: float(value) for name, value in objective.sums.items()})
             return found
 
@@ -60,5 +60,5 @@ def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay
         found.view(-1)[places] = log_probs.float()
         return log_probs.sum()
 
-    model.losses(**inputs, totals=model.totals(**inputs), objective=objective)
+    model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=objective)
     return found

@@ -38,7 +38,7 @@ from train.checkpoint import run_state
 from train.checkpoint.run_state import write_text
 from train.config.schema import CONF_DIR, Config, differences, open_overrides, parse, to_dict
 from train.config.strict import STRICT
-from train.errors import REFUSED, InputError, given
+from train.errors import REFUSED, InputError, user_errors
 from train.loop import evaluate, resume
 
 IRRELEVANT = (  # move no weight
@@ -253,7 +253,7 @@ class Runner:
         if not path.exists():
             say(f"evaluating {job} with {' '.join(changes)}")
             with one_thread():
-                with given():
+                with user_errors():
                     run = build(parse(self._raw((*job.overrides, *changes))))
                     resume(run, run_state.latest(job.config.run_dir / "checkpoints"))
                 write_text(path, json.dumps(evaluate(run)))

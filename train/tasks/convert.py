@@ -6,7 +6,7 @@ from pathlib import Path
 
 from model import ModelConfig, convert_checkpoint
 from train.config.schema import Conversion
-from train.errors import given
+from train.errors import user_errors
 from train.lora.peft_format import read_changes
 
 
@@ -18,7 +18,7 @@ def run(config: Conversion) -> None:
             none of it, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
-    with given():
+    with user_errors():
         changes = None
         if config.adapter:
             changes = read_changes(Path(config.adapter), ModelConfig.load(config.src).text.n_routed_experts)

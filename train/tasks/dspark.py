@@ -11,16 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from model.dspark import DraftDenominators, DraftLosses
 from train.anchors import with_anchors
 from train.build import Run, build
-from train.checkpoint.run_state import State
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
-from train.errors import given
+from train.errors import user_errors
 from train.evaluation.drafter import evaluate, loss_of, measures
 from train.logging.drafter import DrafterReporter
 from train.logging.log import Reporter, memory_gib
-from train.loop import repeat, resume, save, to_device, train_step
-from train.run import begin, opened, report_files, reported
+from train.loop import Batch, repeat, resume, save, to_device, train_step
+from train.run import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:
@@ -30,16 +31,16 @@ def run(config: Config) -> None:
         InputError, DataError, OSError: what was given cannot be used.
         NonFiniteError, Interrupted: see ``train.loop.repeat``.
     """
-    with opened(config) as (world, folder, changes):
-        with given():
+    with run_session(config) as (world, folder, changes):
+        with user_errors():
             objects = build(config, world)
             state = resume(objects, folder) if folder else begin(objects)
-        with reported(objects, state, folder, changes, DrafterReporter) as report:
+        with run_logger(objects, state, folder, changes, DrafterReporter) as report:
             train(objects, state, report)
             _summarise(objects, state, report)
 
 
-def train(run: Run, state: State, report: Reporter) -> None:
+def train(run: Run, state: TrainerState, report: Reporter) -> None:
     """Train on ``run.train_batches`` to the end of the run, see ``train.loop.repeat``."""
     batches = iter(run.train_batches)
 
@@ -47,27 +48,30 @@ def train(run: Run, state: State, report: Reporter) -> None:
         if run.world.any(stopped()):
             return None
         started = time.perf_counter()
-        read = [next(batches) for _ in range(run.passes)]
+        read = [next(batches) for _ in range(run.micro_batches)]
         waited = time.perf_counter() - started
         return step(run, state, read, waited, started)
 
     repeat(run, state, report, next_step, partial(evaluate, run), partial(save, run))
 
 
-def step(run: Run, state: State, read: list, waited: float, started: float) -> dict[str, Any]:
+def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
     """One step on this process's micro-batches; moves the counters and returns the step's record."""
     settings, world = run.config.dspark, run.world
-    rows = run.config.task.share(world.size)[0]
-    first = state.step * rows * world.size * run.passes + world.rank * rows
+    rows = run.config.task.per_rank_batch(world.size)[0]
+    first = state.step * rows * world.size * run.micro_batches + world.rank * rows
     micro_batches = [
         to_device(
             with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor), run.device
         )
         for n, batch in enumerate(read)
     ]
-    losses_of = lambda batch, totals: run.model.losses(**batch, totals=totals, objective=settings.objective)  # noqa: E731
+
+    def losses_of(batch: Batch, denominators: DraftDenominators) -> DraftLosses:
+        return run.model.losses(**batch, denominators=denominators, objective=settings.objective)
+
     numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
-    real = int(numbers["real"])
+    real = int(numbers["num_tokens"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
     found = measures(numbers)
@@ -85,7 +89,7 @@ def step(run: Run, state: State, read: list, waited: float, started: float) -> d
     }
 
 
-def _summarise(run: Run, state: State, report: Reporter) -> None:
+def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
     """The closing lines: what was reached, where everything lies."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None

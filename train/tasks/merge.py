@@ -14,10 +14,10 @@ from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, merge_checkpoints
 from model.checkpoint.checkpoint import COMPANIONS
 from model.engram import engram_tables
-from train.checkpoint.init_from import Origin, find_origin, open_origin
+from train.checkpoint.init_from import Pretrained, find_pretrained, open_pretrained
 from train.checkpoint.run_state import first_difference
 from train.config.schema import Merger
-from train.errors import InputError, given
+from train.errors import InputError, user_errors
 
 
 def run(config: Merger) -> None:
@@ -30,12 +30,12 @@ def run(config: Merger) -> None:
     """
     if Path(config.dst).exists():
         raise InputError(f"{config.dst} exists already; name a new folder")
-    with given(), ExitStack() as stack:
-        origins = [find_origin(name) for name in config.checkpoints]
+    with user_errors(), ExitStack() as stack:
+        origins = [find_pretrained(name) for name in config.checkpoints]
         for other in origins[1:]:
             check_same(origins[0], other)
         size, left_out = merge_checkpoints(
-            [stack.enter_context(open_origin(origin)) for origin in origins],
+            [stack.enter_context(open_pretrained(origin)) for origin in origins],
             config.shares,
             ModelConfig.from_dict(origins[0].model),
             config.dst,
@@ -49,7 +49,7 @@ def run(config: Merger) -> None:
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")
 
 
-def check_same(first: Origin, other: Origin) -> None:
+def check_same(first: Pretrained, other: Pretrained) -> None:
     """Raise ``InputError`` that names the first difference between two checkpoints' models or tokenizers."""
     wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
     for key in wanted:
@@ -62,7 +62,7 @@ def check_same(first: Origin, other: Origin) -> None:
             )
 
 
-def companions(origin: Origin) -> dict[str, str]:
+def companions(origin: Pretrained) -> dict[str, str]:
     """The small files of the merged checkpoint: those of ``origin``, or those that the export of a run would have."""
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]
@@ -72,7 +72,7 @@ def companions(origin: Origin) -> dict[str, str]:
     return {"tokenizer.json": text, **files}
 
 
-def _model(origin: Origin) -> dict[str, Any]:
+def _model(origin: Pretrained) -> dict[str, Any]:
     """What makes the model; rows of Engram tables, which some files leave to be computed, are spelled out."""
     config = ModelConfig.from_dict(origin.model)
     text = config.text

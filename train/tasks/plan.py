@@ -21,10 +21,10 @@ from model.config import drafter_problems
 from optim import Optimizer
 from optim.muon import BATCH_ELEMENTS, COEFFICIENTS
 from optim.optimizer import STATE_KEYS
-from optim.ownership import share_out
+from optim.ownership import assign_owners
 from train.build import build_optimizer, freeze
 from train.config.schema import Config
-from train.errors import given
+from train.errors import user_errors
 
 GIB = 2**30
 FP32 = 4
@@ -52,7 +52,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourcePlan:
     """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; `step` means an optimizer step."""
 
     config: Config
@@ -91,9 +91,9 @@ def run(config: Config) -> None:
     print(report(plan(config)))
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> ResourcePlan:
     """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``."""
-    with given():
+    with user_errors():
         model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
         freeze(config, model)
         optimizer = build_optimizer(config, model.config, model)
@@ -109,10 +109,10 @@ def plan(config: Config) -> Plan:
         state[item.method] += item.units * item.state_bytes
         optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
     task = config.task
-    local = task.seq_len * task.micro_batch * task.accumulation // config.parallel.data_parallel
+    local = task.seq_len * task.global_batch_rows // config.parallel.world_size
     costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
     per_token = sum(cost.step + cost.recomputed * config.runtime.recompute for cost in costs.values())
-    return Plan(
+    return ResourcePlan(
         config=config,
         model=model,
         weights=weights,
@@ -128,7 +128,7 @@ def plan(config: Config) -> Plan:
 
 def rows_in_pass(config: Config) -> int:
     """Rows of a forward pass of a rank."""
-    return config.task.share(config.parallel.data_parallel)[0]
+    return config.task.per_rank_batch(config.parallel.world_size)[0]
 
 
 def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iterator[Item]:
@@ -144,21 +144,21 @@ def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iter
         *stack, rows, columns = (1, *parameter.shape) if parameter.dim() == 1 else parameter.shape
         part = count.part_of(name)
         if part == "routed experts":
-            units, copies = stack[0] // layout.expert_parallel, layout.data_parallel // layout.expert_parallel
+            units, copies = stack[0] // layout.expert_parallel, layout.world_size // layout.expert_parallel
             yield Item("experts", method, units, rows * columns, copies, ((1, rows, columns),))
         elif part == "Engram tables" or (layout.shard_embeddings and part in ("embedding", "head")):
             rows = ceil(rows / layout.table_shards)
-            copies = layout.data_parallel // layout.table_shards
+            copies = layout.world_size // layout.table_shards
             kind = "Engram tables" if part == "Engram tables" else "embedding and head"
             yield Item(kind, method, 1, rows * columns, copies, ((1, rows, columns),))
         else:
             spans = tuple((n, height, columns) for n, height in blocks or ((1, rows),))
-            yield Item("dense", method, 1, rows * columns, layout.data_parallel, spans)
+            yield Item("dense", method, 1, rows * columns, layout.world_size, spans)
 
 
 def owned(items: Sequence[Item]) -> list[Item]:
     """What the fullest rank updates and keeps the state of: of the ranks that hold the same part of a parameter one
-    owns it, by the rule of ``optim.ownership.share_out``.
+    owns it, by the rule of ``optim.ownership.assign_owners``.
 
     Ranks that hold the same part of a parameter with c copies are strided: rank r has copy r * c // (number of ranks).
     """
@@ -167,7 +167,9 @@ def owned(items: Sequence[Item]) -> list[Item]:
     holds: dict[tuple[int, int], list[Item]] = {}
     for copies in {item.copies for item in trained}:
         held = [item for item in trained if item.copies == copies]
-        for item, owner in zip(held, share_out([item.units * item.state_bytes for item in held], copies), strict=True):
+        for item, owner in zip(
+            held, assign_owners([item.units * item.state_bytes for item in held], copies), strict=True
+        ):
             holds.setdefault((copies, owner), []).append(item)
 
     def of(rank: int) -> list[Item]:
@@ -271,8 +273,8 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
     away, shard = 1 - 1 / layout.expert_parallel, 1 - 1 / layout.table_shards
     passes = 3 if config.runtime.recompute else 2
     row = text.num_experts_per_tok * (2 * text.hidden_size * width + 2 * FP32)
-    ranks = layout.data_parallel
-    batches = config.task.share(ranks)[1]
+    ranks = layout.world_size
+    batches = config.task.per_rank_batch(ranks)[1]
     looked_up = batches * sum(engram_rows(model, tokens // batches))
     copies = dict.fromkeys(KINDS, ranks // layout.table_shards)
     copies |= {"dense": ranks, "experts": ranks // layout.expert_parallel}
@@ -288,10 +290,10 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
     return sent | {"all-reduce of gradients": 2 * sum(ring.values()), "updated weights": float(sum(ring.values()))}
 
 
-def report(p: Plan) -> str:
+def report(p: ResourcePlan) -> str:
     """The plan as tables for people."""
     config, layout, task = p.config, p.config.parallel, p.config.task
-    text, (rows, passes) = p.model.config.text, task.share(layout.data_parallel)
+    text, (rows, passes) = p.model.config.text, task.per_rank_batch(layout.world_size)
     recompute = "on" if config.runtime.recompute else "off"
     costs = count.flops(p.model, task.seq_len, config.runtime.candidate_pool)
     forward = sum(cost.forward for cost in costs.values())
@@ -306,7 +308,7 @@ def report(p: Plan) -> str:
         ),
         f"  and the sliding windows, {count.window_kv_bytes(text):,} bytes a sequence",
         "",
-        f"LAYOUT: {layout.data_parallel} GPUs, experts over {layout.expert_parallel}, Engram tables"
+        f"LAYOUT: {layout.world_size} GPUs, experts over {layout.expert_parallel}, Engram tables"
         f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}; {passes} micro-batches of "
         f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}, optim.rules {config.optim.rules}",
         *_table(("memory of the fullest GPU", "GiB", ""), _memory_rows(p)),
@@ -315,7 +317,7 @@ def report(p: Plan) -> str:
             for name, on in (("off", False), ("on", True))
         ]),
         *_table(
-            (f"sent by a GPU in a step of {task.seq_len * task.micro_batch * task.accumulation:,} tokens", "GiB"),
+            (f"sent by a GPU in a step of {task.seq_len * task.global_batch_rows:,} tokens", "GiB"),
             [(kind, f"{size / GIB:.2f}") for kind, size in p.traffic.items()],
         ),
         *_table(
@@ -331,7 +333,7 @@ def report(p: Plan) -> str:
     ])  # fmt: skip
 
 
-def verdict(p: Plan) -> str:
+def verdict(p: ResourcePlan) -> str:
     """Whether the layout fits, what takes most, and what to change if it does not."""
     groups: dict[str, float] = {}
     for term, size in p.terms.items():
@@ -346,7 +348,7 @@ def verdict(p: Plan) -> str:
     return f"DOES NOT FIT: needs {need:.2f} of {room:g} GiB on a GPU. {takes}\n{remedy(p)}"
 
 
-def remedy(p: Plan) -> str:
+def remedy(p: ResourcePlan) -> str:
     """What to change of a layout that does not fit."""
     fits = {choice: longest_rows(p, choice) for choice in (False, True)}
     if not fits[True]:
@@ -364,7 +366,7 @@ def remedy(p: Plan) -> str:
     return f"What fits, all else as it is: {', '.join(found)}. A row is not split over GPUs.{fewer}"
 
 
-def longest_rows(p: Plan, recompute: bool) -> int:
+def longest_rows(p: ResourcePlan, recompute: bool) -> int:
     """The longest rows that fit, by halving those of the plan; 0: none do."""
     config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
     length = config.task.seq_len
@@ -403,7 +405,7 @@ def _active_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
     ]
 
 
-def _memory_rows(p: Plan) -> list[tuple[str, ...]]:
+def _memory_rows(p: ResourcePlan) -> list[tuple[str, ...]]:
     terms = [*p.terms.items(), ("all", p.total)]
     return [(term, f"{size / GIB:.2f}", _share(size, p.total)) for term, size in terms if size]
 
@@ -413,7 +415,7 @@ def _activations(config: Config, model: DeepseekV41, recompute: bool) -> float:
     return config.task.seq_len * rows_in_pass(config) * sum(per_token.values())
 
 
-def _step_rows(p: Plan) -> list[tuple[str, ...]]:
+def _step_rows(p: ResourcePlan) -> list[tuple[str, ...]]:
     optimizer = {f"optimizer, {method}": n for method, n in p.optimizer_flops.items() if n}
     rows = [*optimizer.items(), ("optimizer, all", sum(optimizer.values())), ("model", p.step_flops)]
     return [(name, f"{n:.3e}", f"{n / p.step_flops:.3%}".replace("%", " %")) for name, n in rows]

@@ -8,13 +8,13 @@ import shutil
 
 from data.chat.prompt import prompt_ids
 from train.build import Run, build
-from train.checkpoint.run_state import State
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
-from train.errors import given
+from train.errors import user_errors
 from train.evaluation.exact_match import most_frequent
 from train.logging.log import Reporter
 from train.loop import resume, train
-from train.run import begin, opened, report_files, reported
+from train.run import begin, report_files, run_logger, run_session
 from train.tasks.sample import sample
 
 
@@ -25,16 +25,16 @@ def run(config: Config) -> None:
         InputError, DataError, OSError: what was given cannot be used.
         NonFiniteError, Interrupted: see ``train.loop.repeat``.
     """
-    with opened(config) as (world, folder, changes):
-        with given():
+    with run_session(config) as (world, folder, changes):
+        with user_errors():
             objects = build(config, world)
             state = resume(objects, folder) if folder else begin(objects)
-        with reported(objects, state, folder, changes) as report:
+        with run_logger(objects, state, folder, changes) as report:
             train(objects, state, report)
             _summarise(objects, state, report)
 
 
-def _summarise(run: Run, state: State, report: Reporter) -> None:
+def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
     """The closing lines: what was reached, what the model writes, where everything lies."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None

@@ -27,12 +27,12 @@ from data.tokenizer_files import tokenizer_files
 from model import DeepseekV41, save_pretrained
 from train.build import Run, build
 from train.checkpoint import storage
-from train.checkpoint.run_state import Background, CheckpointError, State
+from train.checkpoint.run_state import Background, CheckpointError, TrainerState
 from train.config.schema import Config
-from train.errors import given
+from train.errors import user_errors
 from train.loop import precision, repeat, resume, save, to_device, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
-from train.rl.collect import Collector, Plan, Subgroup, encoded
+from train.rl.collect import Collector, SamplingPlan, Subgroup, encoded
 from train.rl.distill import Teachers
 from train.rl.policy_gradient import PolicyGradient
 from train.rl.prompts import Prompts
@@ -41,7 +41,7 @@ from train.rl.rewards.pool import Rewards
 from train.rl.rollout.base import LocalRollout, Rollout
 from train.rl.rollout.http import HttpRollout, Limits
 from train.rl.rollout.servers import Servers
-from train.run import begin, opened, report_files, reported
+from train.run import begin, report_files, run_logger, run_session
 
 NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
 
@@ -64,8 +64,8 @@ def run(config: Config) -> None:
         InputError, DataError, OSError: what was given cannot be used.
         NonFiniteError, Interrupted: see ``train.loop.repeat``.
     """
-    with opened(config) as (world, folder, changes):
-        with given():
+    with run_session(config) as (world, folder, changes):
+        with user_errors():
             objects = build(config, world)
             state = begin(objects)
             wanted = config.rl.loss is not None and config.rl.loss.kl
@@ -78,7 +78,7 @@ def run(config: Config) -> None:
             with closing(policy.collector.rollout):
                 if folder:
                     policy.collector.load_state_dict(read_rollout(policy, state))
-                with reported(objects, state, folder, changes, RlReporter) as report:
+                with run_logger(objects, state, folder, changes, RlReporter) as report:
                     train(policy, state, report)
                     _summarise(policy, state, report)
 
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
     """The objects of ``config.rl``. ``reference``: the policy that the run began with, if the loss asks for it."""
     config, settings, text = run.config, run.config.rl, run.model_config.text
-    plan = Plan(
+    plan = SamplingPlan(
         efforts=tuple(settings.trained),
         sizes=tuple(settings.samples),
         subgroups=settings.prompts // run.world.size * len(settings.efforts),
@@ -134,7 +134,7 @@ def open_rollout(run: Run) -> Rollout:
     return HttpRollout(Servers(settings.rollout), run.world, run.config.run_dir / "policy", export, limits)
 
 
-def train(policy: Policy, state: State, report: RlReporter) -> None:
+def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
     """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped in the middle of
     collecting and of evaluating.
     """
@@ -164,7 +164,7 @@ def train(policy: Policy, state: State, report: RlReporter) -> None:
     repeat(run, state, report, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
 
 
-def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]:
+def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[str, Any]:
     """One step on the graded subgroups of all processes; moves the counters and returns the step's record.
 
     If no response teaches anything, in any process, nothing is updated.
@@ -172,13 +172,13 @@ def step(policy: Policy, groups: list[Subgroup], state: State) -> dict[str, Any]
     run, settings, method = policy.run, policy.run.config.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
     mine, counts = method.batches(scored, state.step)
-    fillers = max(run.world.gather(len(mine))) - len(mine)
-    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * fillers]]
+    dummy_batches = max(run.world.gather(len(mine))) - len(mine)
+    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
     met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
     if sum(run.world.gather(taught)):
-        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), fillers)
+        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), dummy_batches)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
     total = _summed(run, {**met, **counts})
@@ -254,7 +254,7 @@ def measures(run: Run, scored: Scored) -> dict[str, Any]:
     return {**overall, "responses": int(count), "efforts": by_effort, "failures": failures}
 
 
-def save_all(policy: Policy, state: State, background: Background | None = None) -> Path:
+def save_all(policy: Policy, state: TrainerState, background: Background | None = None) -> Path:
     """Write the run state, and before it what the rollout of every process has begun."""
     run = policy.run
     folder = run.config.run_dir / "rollout"
@@ -274,7 +274,7 @@ def save_all(policy: Policy, state: State, background: Background | None = None)
     return saved
 
 
-def read_rollout(policy: Policy, state: State) -> dict[str, Any]:
+def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
     """The collector's state at ``state``. With another number of processes than before, what had begun is given up, and
     the prompts go on behind the last that any process had begun.
     """
@@ -335,7 +335,7 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _summarise(policy: Policy, state: State, report: RlReporter) -> None:
+def _summarise(policy: Policy, state: TrainerState, report: RlReporter) -> None:
     """The closing lines: every effort before and after, and where everything lies."""
     report.stop_bar()
     report.log(table(state.first_valid, state.last_valid))

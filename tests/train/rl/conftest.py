@@ -46,7 +46,7 @@ def checkpoint_folder(compose_raw, overrides, tmp_path_factory) -> Path:
     kept = [text for text in overrides if not text.startswith(("model=", "data.source", "data.paths", "data.valid"))]
     changes = ["task=sft", f"output={output}", f"init_from={output}/base", f"data.paths=[{output}/chats.jsonl]"]
     changes += ["data.validation_share=0.1", "optim.schedule.peak=3.0e-2", "task.tokens=12000", "checkpoint.every=1000"]
-    changes += ["task.seq_len=128", "task.micro_batch=4", "task.accumulation=1"]
+    changes += ["task.seq_len=128", "task.micro_batch=4", "task.global_batch_rows=4"]
     pretrain.run(parse(compose_raw(*kept, *changes)))
     return output / "sft" / "export"
 

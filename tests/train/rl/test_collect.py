@@ -14,11 +14,13 @@ from tokenizers import Tokenizer
 from data import DataError, load_tokenizer
 from model.generate import Request, Sample
 from train.errors import InputError
-from train.rl.collect import Collector, Plan
+from train.rl.collect import Collector, SamplingPlan
 from train.rl.prompts import Prompts, messages_of
 from train.rl.rewards.pool import Outcome
 
-PLAN = Plan((20, 80), (2, 3), subgroups=2, max_tokens=8, max_length=99, temperature=1.0, in_flight=7, ahead=1.0, seed=5)
+PLAN = SamplingPlan(
+    (20, 80), (2, 3), subgroups=2, max_tokens=8, max_length=99, temperature=1.0, in_flight=7, ahead=1.0, seed=5
+)
 
 
 @pytest.fixture(scope="session")
@@ -77,15 +79,15 @@ def count(draw) -> dict:
 
 @pytest.fixture
 def make(tokenizer: Tokenizer):
-    def make(plan: Plan, duration) -> Collector:
+    def make(plan: SamplingPlan, duration) -> Collector:
         prompts = Prompts([f"{__file__}:count"], plan.seed)
         return Collector(plan, prompts, Timed(tokenizer, duration), Graded(), tokenizer)
 
     return make
 
 
-def replace(plan: Plan, **changes) -> Plan:
-    return Plan(**{**vars(plan), **changes})
+def replace(plan: SamplingPlan, **changes) -> SamplingPlan:
+    return SamplingPlan(**{**vars(plan), **changes})
 
 
 def test_the_next_subgroup_starts_when_enough_responses_of_any_are_done(make) -> None:
@@ -139,7 +141,7 @@ def test_subgroups_of_very_unequal_sizes_never_block_a_step(make) -> None:
 
 
 def test_processes_share_the_prompts_and_write_what_one_would(make) -> None:
-    def asked(plan: Plan, steps: int) -> dict:
+    def asked(plan: SamplingPlan, steps: int) -> dict:
         collector = make(plan, lambda n: 1)
         groups = [group for _ in range(steps) for group in collector.collect()]
         return {(g.number, m): r.sample.request for g in groups for m, r in enumerate(g.responses)}

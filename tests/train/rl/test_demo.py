@@ -11,7 +11,7 @@ from data import DataConfig, load_tokenizer
 from data.chat.conversation import EFFORT_LINE
 from data.chat.prompt import prompt_ids
 from data.chat.read import read_conversation
-from train.checkpoint.init_from import find_origin
+from train.checkpoint.init_from import find_pretrained
 from train.rl import demo
 from train.rl.rewards import builtin
 
@@ -50,7 +50,7 @@ def test_everything_is_made_once(tmp_path: Path, monkeypatch) -> None:
     demo.prepare(tmp_path)
     assert first == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert len((tmp_path / "chats.jsonl").read_text().splitlines()) == 20
-    tokenizer = load_tokenizer(DataConfig(tokenizer=str(find_origin(str(tmp_path / "base")).tokenizer)))
+    tokenizer = load_tokenizer(DataConfig(tokenizer=str(find_pretrained(str(tmp_path / "base")).tokenizer)))
     encoded = tokenizer.encode(EFFORT_LINE.format(75), add_special_tokens=False)
     assert "7" in encoded.tokens and "5" in encoded.tokens and len(encoded.ids) < 12
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "a3X9b0"}], thinking=True, effort=60)

@@ -15,7 +15,7 @@ import torch
 from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
-from train.checkpoint.run_state import State
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config, ConfigError
 from train.loop import train_step
 from train.rl.batch import score
@@ -57,7 +57,7 @@ def test_the_objective_is_the_divergence_from_each_tasks_teacher(no_rounding, ma
 
 def test_a_policy_that_is_its_teacher_learns_nothing(make_policy, checkpoint_folder: Path) -> None:
     policy = make_policy([checkpoint_folder])
-    record = rl.step(policy, policy.collector.collect(), State())
+    record = rl.step(policy, policy.collector.collect(), TrainerState())
     assert abs(record["kl"]) < 1e-6
     assert abs(record["loss"]) < 1e-6
 

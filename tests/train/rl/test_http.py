@@ -527,7 +527,7 @@ def test_several_wrong_settings_are_named_at_once(make_rl) -> None:
 
 
 def test_servers_lift_the_bound_on_a_spread_model(make_rl) -> None:
-    spread = ["parallel.data_parallel=2", "parallel.expert_parallel=2", "parallel.table_shards=2"]
+    spread = ["parallel.world_size=2", "parallel.expert_parallel=2", "parallel.table_shards=2"]
     make_rl("rollout=sglang", "rl.rollout.urls=['http://a:1']", *spread)
     with pytest.raises(ConfigError, match=r"Use 1, or servers \(rollout=sglang\)"):
         make_rl(*spread)
@@ -612,7 +612,7 @@ def test_a_run_without_any_server_ends_with_a_message(make_rl, make_server, serv
 def test_a_spread_policy_is_served_whole(make_rl, make_server, servers_of, tmp_path: Path) -> None:
     """Two processes with half of the experts and tables each write it together, and ask for their own responses."""
     servers = [make_server(), make_server()]
-    split = ["data_parallel=2", "expert_parallel=2", "table_shards=2"]
+    split = ["world_size=2", "expert_parallel=2", "table_shards=2"]
     changes = [*servers_of(*servers), *(f"parallel.{text}" for text in split), "task.tokens=1200", "rl.loss.kl=0.01"]
     config = make_rl(*changes)
     path = tmp_path / "config.json"

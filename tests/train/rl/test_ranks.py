@@ -54,7 +54,7 @@ def two_processes(rl_overrides: list[str], tmp_path: Path) -> Callable[..., None
     """``two_processes("key=value", ...)``: a run with these changes; ``code``: as which it must end."""
 
     def start(*changes: str, command: tuple[str, ...] = ("-m", "train"), code: int = 0) -> None:
-        arguments = [*command, *rl_overrides, *changes, "parallel.data_parallel=2"]
+        arguments = [*command, *rl_overrides, *changes, "parallel.world_size=2"]
         with Group(2, arguments, tmp_path / "ranks") as group:
             for rank, ended in enumerate(group.finish()):
                 assert ended.code == code, f"rank {rank}:\n{ended.output}"
@@ -92,7 +92,7 @@ def test_ahead_of_the_policy_a_stopped_run_goes_on_exactly(make_rl, two_processe
     begun = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "split" / "rollout").glob("step-*"))]
     assert any(sample["tokens"] for sample in begun[1]["rollout"]["running"]), "stopped in the middle"
     two_processes("name=split", *AHEAD)
-    whole, split = (make_rl(f"name={name}", *AHEAD, "parallel.data_parallel=2") for name in ("whole", "split"))
+    whole, split = (make_rl(f"name={name}", *AHEAD, "parallel.world_size=2") for name in ("whole", "split"))
     steps = [record for record in records(whole) if record["kind"] == "train"]
     assert any(step["version_lag"] > 0 for step in steps) and len(steps) > 2
     assert_same_run(whole, split)
@@ -103,7 +103,7 @@ def test_a_spread_policy_is_taught_on_what_servers_write(
 ) -> None:
     """Two teachers, half of the experts on each process: the step that one process takes on its own responses."""
     fixed, server = [*distill_changes(teachers), "task.tokens=300"], make_server()
-    split = [f"parallel.{key}=2" for key in ("data_parallel", "expert_parallel", "table_shards")]
+    split = [f"parallel.{key}=2" for key in ("world_size", "expert_parallel", "table_shards")]
     alone = make_rl(*fixed, "name=one")
     spread = make_rl(*fixed, *servers_of(server), *split, "name=two")
     rl.run(alone)

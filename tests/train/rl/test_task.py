@@ -16,7 +16,7 @@ import torch
 from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
-from train.checkpoint.run_state import State, latest
+from train.checkpoint.run_state import TrainerState, latest
 from train.config.schema import Config, ConfigError
 from train.loop import Interrupted, resume, train_step
 from train.rl.batch import batches, empty_batch, score
@@ -65,7 +65,7 @@ def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, tempera
     made, counts = batches(scored, scored.informative, policy.shape, version=0)
     assert counts["stale_tokens"] == 0
     draw = torch.Generator().manual_seed(0)
-    for bias, _ in policy.run.model.balance_buffers():
+    for bias, _ in policy.run.model.router_biases():
         bias += torch.randn(bias.shape, generator=draw)
     taught, within, without = 0, 0, 0.0
     for batch in made:
@@ -295,25 +295,25 @@ def test_a_batch_of_nothing_teaches_nothing(make_policy) -> None:
     policy = make_policy()
     batch = {k: v for k, v in empty_batch(policy.shape).items() if k in ("input_ids", "labels", "seq_lens", "routing")}
     model = policy.run.model
-    assert model.totals(**batch).supervised == 0
-    losses = model.losses(**batch, totals=model.totals(**batch))
+    assert model.loss_denominators(**batch).supervised == 0
+    losses = model.losses(**batch, denominators=model.loss_denominators(**batch))
     assert losses.lm_sum == 0 and torch.isfinite(losses.total)
 
 
 def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
     """A process with fewer batches than others: the same losses, gradients, expert load and biases without it."""
     found = []
-    for fillers in (0, 1):
+    for dummy_batches in (0, 1):
         policy = make_policy()
         settings = policy.run.config.rl
         scored = score(policy.collector.collect(), settings.length, settings.trained)
         made, _ = batches(scored, scored.informative, policy.shape, version=0)
-        policy.run.model.runtime = replace(policy.run.model.runtime, balance_coef=1.0)
-        made += [empty_batch(policy.shape)] * fillers
-        numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of(Counter()), fillers)
+        policy.run.model.loss_weights = replace(policy.run.model.loss_weights, router_balance=1.0)
+        made += [empty_batch(policy.shape)] * dummy_batches
+        numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of(Counter()), dummy_batches)
         found.append({**numbers, **policy.run.model.state_dict()})
     without, filled = found
-    assert without["real"] and without["expert_load"].any()
+    assert without["num_tokens"] and without["expert_load"].any()
     assert all(torch.equal(torch.as_tensor(without[name]), torch.as_tensor(filled[name])) for name in without)
 
 
@@ -411,14 +411,14 @@ def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_poli
     folder.mkdir(parents=True)
     for rank, begun in enumerate((5, 4)):  # of two efforts: prompts 0, 2, 4 there, 1, 3 here
         torch.save({"ranks": 2, "next": begun}, rl.rollout_file(folder, 3, rank))
-    policy.collector.load_state_dict(rl.read_rollout(policy, State(step=3)))
+    policy.collector.load_state_dict(rl.read_rollout(policy, TrainerState(step=3)))
     numbers = [group.number for group in policy.collector.collect()]
     assert min(numbers) // 2 in (5, 6) and len(numbers) == 4
     assert "responses begun by 2 processes are given up" in policy.run.notes[-1]
 
 
 def test_state_counts_tokens_of_all_responses(make_policy) -> None:
-    policy, state = make_policy(), State()
+    policy, state = make_policy(), TrainerState()
     groups = policy.collector.collect()
     record = rl.step(policy, groups, state)
     samples = [response.sample for group in groups for response in group.responses]

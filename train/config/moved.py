@@ -1,0 +1,40 @@
+"""Keys that have moved: refused under their old names, naming the new ones; read from runs saved under the old ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+# Old key -> new key. `task.accumulation` counted micro-batches of all processes, its successor counts rows.
+MOVED = {
+    "task.accumulation": "task.global_batch_rows",
+    "parallel.data_parallel": "parallel.world_size",
+    "optim.balance": "optim.router_bias_mode",
+    "optim.balance_rate": "optim.router_bias_rate",
+    "runtime.balance_coef": "loss.router_balance",
+    "runtime.indexer_coef": "loss.indexer_kl",
+}
+
+
+def remedy(key: str) -> str | None:
+    """What to write in place of ``key``, if it has moved."""
+    if key not in MOVED:
+        return None
+    unit = ", in rows: task.micro_batch times the old value" if key == "task.accumulation" else ""
+    return f"It is {MOVED[key]} now{unit}"
+
+
+def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration saved under the old keys, under the new ones."""
+    tree = copy.deepcopy(dict(saved))
+    for old, new in MOVED.items():
+        (section, leaf), (target, name) = old.split("."), new.split(".")
+        if not isinstance(tree.get(section), dict) or leaf not in tree[section]:
+            continue
+        value = tree[section].pop(leaf)
+        if old == "task.accumulation":
+            kind, micro_batch = (tree[section].get(key) for key in ("kind", "micro_batch"))
+            value = None if kind in ("rl", "distill") else value * (micro_batch or 1)
+        tree.setdefault(target, {})[name] = value
+    return tree
