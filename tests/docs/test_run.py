@@ -25,7 +25,7 @@ SMALL_RUN = [
     "checkpoint.every=100",
 ]
 OWN_MODEL = ["model=tiny", "model.text_config.vocab_size=600", "task.seq_len=64", "task.micro_batch=1"]
-OWN_TEXT = ["data.source=text", "data.paths=[texts]", "data.validation_share=0.3", "data.validation_rows=4"]
+OWN_TEXT = ["data.source=text", "data.paths=[texts]"]
 RL = [
     "task.seq_len=256",
     "rl.prompts=2",
@@ -107,4 +107,4 @@ def _sizes(overrides: list[str]) -> list[str]:
     if "data.source=image_text" in overrides:  # needs a vision tower, and has too little text for a tokenizer
         return [*extra, "data.tokenizer=FOLDER", "model.text_config.vocab_size=4096", "data.validation_share=0.3"]
     named = any(word.startswith("data.source=") for word in overrides)
-    return [*extra, *OWN_MODEL, *([] if named else OWN_TEXT)]
+    return [*extra, *OWN_MODEL, "data.validation_share=0.3", "data.validation_rows=4", *([] if named else OWN_TEXT)]
