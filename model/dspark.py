@@ -18,7 +18,7 @@ V vocabulary, r Markov rank; A anchors of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.backbone import Block, BlockState, DeepseekV41, Features, allocate_model, cast_model
+from model.cache.cache import Cache, Step
 from model.checkpoint.checkpoint import load_weights, released_tensors
 from model.checkpoint.released import read_headers
 from model.config import ForwardOptions, ModelConfig, TextConfig, drafter_problems
@@ -74,7 +75,7 @@ class Anchors(NamedTuple):
         return x.flatten(0, len(self.shape) - 1).index_select(0, self.real)
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [A, ...] or [B, A, ...]; zero at dummy_batches."""
+        """[N, ...] -> [A, ...] or [B, A, ...]; zero at fillers."""
         if len(self.real) != self.shape.numel():
             x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
         return x.view(*self.shape, *x.shape[1:])
@@ -95,8 +96,8 @@ class Drafted(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Greedy drafts: tokens int64 [A, B], the logits fp32 [A, B, V] that each is the largest of, confidence fp32
-    [A, B]. With anchors [B, A] all have B in front.
+    """Proposed tokens int64 [A, B], the logits fp32 [A, B, V] that each was chosen by, confidence fp32 [A, B]. With
+    anchors [B, A] all have B in front.
     """
 
     tokens: Tensor
@@ -323,16 +324,18 @@ class Drafter(nn.Module):
         where = self.locate(anchors, features.layout, input_ids.shape)
         first = where.flatten(anchor_tokens)
         hidden, _ = self._blocks(self.main_x(features.entering), where, features.layout, first)
-        found = self.greedy(hidden, first)
+        found = self.propose(hidden, first, lambda slot, logits: logits.argmax(-1))
         return Draft(*(where.unflatten(x) for x in found))
 
-    def greedy(self, hidden: Tensor, first: Tensor) -> Draft:
-        """Slot by slot from hidden [N, B, d] and anchor tokens int64 [N]."""
+    def propose(self, hidden: Tensor, first: Tensor, pick: Callable[[int, Tensor], Tensor]) -> Draft:
+        """Slot by slot from hidden [N, B, d] and anchor tokens int64 [N]; `pick(slot, logits [N, V])` chooses tokens
+        int64 [N].
+        """
         logits, before, tokens, embedded = self._base_logits(hidden), first, [], []
         for slot in range(self.block_size):
             embedded.append(self._last.markov_head.embed(before))
             logits[:, slot] += self._last.markov_head.bias(embedded[-1])
-            before = logits[:, slot].argmax(-1)
+            before = pick(slot, logits[:, slot])
             tokens.append(before)
         confidence = self._last.confidence_head(hidden, torch.stack(embedded, dim=1))
         return Draft(torch.stack(tokens, dim=1), logits, confidence)
@@ -496,6 +499,30 @@ class Drafter(nn.Module):
                 state, routing = stage(state, keys, layout, plain)
             routings.append(routing)
         return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
+
+    def remember(self, entering: Tensor, step: Step) -> None:
+        """Add the context keys of a step's tokens to the cache; entering [T, target layers * d] of these."""
+        main_x, layers = self.main_x(entering), self.config.text.num_hidden_layers
+        for number, stage in enumerate(self.mtp):
+            step.layer(layers + number).keep(stage.attn.window_keys(main_x, step.layout.phasors))
+
+    def recall(self, first: Tensor, cache: Cache, rows: Sequence[int]) -> Tensor:
+        """Hidden [N, B, d] of drafts behind the tokens first int64 [N], which follow what cache rows hold."""
+        window, layers = self.config.text.sliding_window, self.config.text.num_hidden_layers
+        device, kind = first.device, first.device.type
+        anchors = torch.tensor([cache.rows[row].length for row in rows])
+        begin = torch.tensor([cache.rows[row].decoder_from for row in rows])
+        position = anchors[:, None] - torch.arange(window, 0, -1)
+        ring = (torch.tensor(rows)[:, None] * window + torch.arange(window)).flatten().to(device)
+        places = torch.arange(len(rows))[:, None] * window + position % window
+        layout = DraftLayout(
+            places.to(device), (position < begin[:, None]).to(device), self.phasors(anchors.to(device))
+        )
+        dtype = self._last.attn.wkv.weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        keys = [cache.window[layers + number].read(ring, dtype) for number in range(len(self.mtp))]
+        return self.run(first, layout, keys)[0]
 
     def _base_logits(self, hidden: Tensor) -> Tensor:
         return self.backbone.head(self._last.norm(hidden))

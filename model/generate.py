@@ -5,12 +5,16 @@
 `Generator` is the same with a life of its own: requests are submitted at any time, each `step` gives every running
 sequence one token, and `state_dict` stops it at any token. A sequence's draws depend on its seed and its position
 alone, not on its batch mates (whose number may still move log-probabilities by the rounding of fp32 products).
+
+With a drafter a step gives every sequence one to B + 1 tokens (speculative decoding): the drafter proposes up to B, the
+model passes over all of them at once, and those are kept that `verify` accepts, so that greedy samples are the same and
+drawn ones have the same distribution. What was rejected leaves no trace in the cache.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from model.backbone import DeepseekV41
 from model.cache.cache import Cache, Step
+from model.dspark import Draft, Drafter
 from model.layout import build_layout
 
 
@@ -46,8 +51,9 @@ class Sample:
     temperature 1). routing int16 [len(prompt) + len(tokens) - 1, layers, k]: the experts chosen at every position that
     the model has seen (None unless recorded), -1 where a bounded replay left positions out. replay_start: with prefix
     reuse, the position from which the tokens were passed (0 = all); training on the sample simulates it with a batch's
-    `replay_start`. versions: of the policy that drew each token. finish: "stop", "length",
-    or None while it runs. id: what `submit` returned.
+    `replay_start`. versions: of the policy that drew each token. accepted: with a drafter, how many of its tokens each
+    pass over drafts took over (a pass adds one token more; the first token comes from the prompt). finish: "stop",
+    "length", or None while it runs. id: what `submit` returned.
     """
 
     request: Request
@@ -56,6 +62,7 @@ class Sample:
     log_probs: list[float] = field(default_factory=list)
     routing: Tensor | None = None
     versions: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     finish: str | None = None
     replay_start: int = 0
 
@@ -92,7 +99,9 @@ class Generator:
     prompts are prefilled in chunks. record_routing: fill `Sample.routing`. prefix_tokens: keep the main KV and index
     keys of so many tokens for prompts (without images) that begin alike; a hit is followed by bounded replay, which is
     an approximation: samples then depend on what was kept. The policy may change between steps: set `version`, and the
-    tokens from then on carry it (and what was kept for others is forgotten).
+    tokens from then on carry it (and what was kept for others is forgotten). drafter: proposes tokens, see above;
+    min_confidence: it proposes no more of them than it holds likely to be accepted all together, with at least this
+    probability by its confidence head (0: always all).
 
     With `runtime.decoder_replay` the decoder passes over the last `sliding_window` tokens of each prompt only.
     """
@@ -106,13 +115,22 @@ class Generator:
         record_routing: bool = False,
         prefix_tokens: int = 0,
         version: int = 0,
+        drafter: Drafter | None = None,
+        min_confidence: float = 0.0,
     ):
         for name, value in (("max_running", max_running), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: is {value}, must be at least 1")
+        if not 0 <= min_confidence < 1:
+            raise ValueError(f"min_confidence: is {min_confidence}, must be a probability below 1")
+        if drafter is not None and drafter.backbone is not model:
+            raise ValueError("drafter: belongs to another model; load it by load_drafter(folder, model)")
         self.model, self._version, self.record_routing = model, version, record_routing
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
-        self.cache = Cache(model.config.text, model.runtime.kv_quant, prefix_tokens, model.embed.weight.device)
+        self.drafter, self.min_confidence = drafter, min_confidence
+        stages = 0 if drafter is None else len(drafter.mtp)
+        device = model.embed.weight.device
+        self.cache = Cache(model.config.text, model.runtime.kv_quant, prefix_tokens, device, stages)
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
         self.next_id = 0
@@ -142,10 +160,14 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
-        """Give every running sequence one token, newcomers their prefill before that; returns the finished samples."""
+        """Give every running sequence one token, with a drafter one or more; newcomers their prefill before that and
+        one token. Returns the finished samples.
+        """
         decode = list(self.running)
         pending = self._admit_waiting()
-        if decode:
+        if decode and self.drafter is not None:
+            self._speculate(decode)
+        elif decode:
             self._draw(decode, self._pass(decode, [self._ahead(r) for r in decode]))
         while pending:
             pending = self._prefill(pending)
@@ -226,9 +248,27 @@ class Generator:
         """Run the model over the next tokens of each; by row the hidden state [d] of its last token, but for rows that
         the decoder leaves out.
         """
-        model, text = self.model, self.model.config.text
+        whole = self._step(batch, parts)
+        hidden, step, routing = self._run(batch, whole)
+        whole.commit()
+        for running, part in zip(batch, routing, strict=False):
+            running.routing.append(part)
+        if step is None:
+            return {}
+        hidden = hidden.index_select(0, step.on_device(step.start + step.host_count - 1))
+        return {span.row: h for span, h in zip(step.spans, hidden, strict=True)}
+
+    def _step(self, batch: list[_Running], parts: list[list[int]], tentative: bool = False) -> Step:
         flags = [r.image_flags(self._passed(r), len(part)) for r, part in zip(batch, parts, strict=True)]
-        step = whole = Step.after(self.cache, [r.row for r in batch], parts, flags)
+        return Step.after(self.cache, [r.row for r in batch], parts, flags, tentative)
+
+    def _run(self, batch: list[_Running], whole: Step) -> tuple[Tensor | None, Step | None, Sequence[Tensor]]:
+        """All layers over a step's tokens: hidden states [T', d] of the decoder's part of it, which is returned too
+        (None: nothing), and, if it is recorded, the routing of each sequence.
+        """
+        model, text, drafter, step = self.model, self.model.config.text, self.drafter, whole
+        targets = () if drafter is None else text.dspark_target_layer_ids
+        entering: dict[int, Tensor] = {}
         state, kept = model.init_streams(self._embed(batch, step)), torch.arange(len(whole.document))
         chosen = torch.full((len(kept), text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
         layers = range(text.num_hidden_layers)
@@ -242,19 +282,66 @@ class Generator:
                     step = None
                     break
                 state, step, kept = state.at(late.kept), late.step, late.kept.cpu()
+                entering = {n: x.index_select(0, late.kept) for n, x in entering.items()}
                 lookups = model.look_up(layers[layer:], step.ids, step.layout, step)
-            result = model.run_block(layer, state, lookups, step.layout, step=step)
+            result = model.run_block(layer, state, lookups, step.layout, step=step, for_drafter=layer in targets)
             state = result.state
+            if layer in targets:
+                entering[layer] = result.entering
             if self.record_routing:
                 chosen[kept, layer] = result.routing.indices.to("cpu", torch.int16)
-        whole.commit()
-        if self.record_routing:
-            for running, part in zip(batch, chosen.split(whole.counts), strict=True):
-                running.routing.append(part)
-        if step is None:
-            return {}
-        hidden = model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
-        return {span.row: h for span, h in zip(step.spans, hidden, strict=True)}
+        if step is not None and drafter is not None:
+            drafter.remember(torch.cat([entering[layer] for layer in targets], dim=-1), step)
+        routing = chosen.split(whole.counts) if self.record_routing else ()
+        return None if step is None else model.final_hidden(state), step, routing
+
+    def _speculate(self, batch: list[_Running]) -> None:
+        """Draft, pass over the drafts, and keep what `verify` accepts of them and one token more."""
+        requests = [running.sample.request for running in batch]
+        places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]  # of the next tokens
+        drafted = self._draft(batch, places)
+        counts = self._counts(batch, drafted)
+        tokens = drafted.tokens.tolist()
+        parts = [[*self._ahead(r), *own[:n]] for r, own, n in zip(batch, tokens, counts, strict=True)]
+        step = self._step(batch, parts, tentative=True)
+        hidden, _, routing = self._run(batch, step)
+        found = verify(
+            self.model.head(hidden).split(step.counts),
+            drafted,
+            requests,
+            places,
+        )
+        kept = []
+        for running, (accepted, log_probs) in zip(batch, found, strict=True):
+            sample = running.sample
+            sample.accepted.append(len(accepted) - 1)
+            kept.append(self._take(sample, accepted, log_probs))
+            sample.accepted[-1] = min(sample.accepted[-1], kept[-1])
+        step.commit(kept)
+        for running, part, count in zip(batch, routing, kept, strict=False):
+            running.routing.append(part[:count])
+
+    def _counts(self, batch: list[_Running], drafted: Draft) -> list[int]:
+        """How many of the drafts of each are passed over: never more tokens than are still asked for, or than the
+        window holds; and as many as are likely to be accepted together.
+        """
+        most = min(self.drafter.block_size, self.model.config.text.sliding_window - 1)
+        left = torch.tensor([r.sample.request.max_tokens - len(r.sample.tokens) - 1 for r in batch])
+        likely = torch.sigmoid(drafted.confidence).cumprod(1) >= self.min_confidence
+        return likely.cumprod(1).sum(1).cpu().minimum(left).clamp(max=most).tolist()
+
+    def _draft(self, batch: list[_Running], places: list[int]) -> Draft:
+        """Proposals for the tokens behind the last of each sequence."""
+        requests = [running.sample.request for running in batch]
+        temperature = torch.tensor([r.temperature for r in requests])
+        top_p = torch.tensor([r.top_p for r in requests])
+
+        def pick(slot: int, logits: Tensor) -> Tensor:
+            u = [uniform(r.seed, place + slot, DRAFTED) for r, place in zip(requests, places, strict=True)]
+            return draw(logits, temperature, top_p, torch.tensor(u, dtype=torch.float64))[0]
+
+        first = torch.tensor([running.sample.tokens[-1] for running in batch], device=self.cache.device)
+        return self.drafter.propose(self.drafter.recall(first, self.cache, [r.row for r in batch]), first, pick)
 
     def _passed(self, running: _Running) -> int:
         return self.cache.rows[running.row].length
@@ -291,7 +378,11 @@ class Generator:
             torch.tensor([uniform(r.seed, p) for r, p in zip(requests, places, strict=True)], dtype=torch.float64),
         )
         for running, token, log_prob in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
-            sample = running.sample
+            self._take(running.sample, [token], [log_prob])
+
+    def _take(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> int:
+        """Add tokens up to the sample's end; how many."""
+        for number, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
             sample.tokens.append(token)
             sample.log_probs.append(log_prob)
             sample.versions.append(self.version)
@@ -299,6 +390,9 @@ class Generator:
                 sample.finish = "stop"
             elif len(sample.tokens) == sample.request.max_tokens:
                 sample.finish = "length"
+            if sample.finish:
+                return number + 1
+        return len(tokens)
 
     def _finished(self, running: _Running) -> Sample:
         if self.record_routing:
@@ -311,12 +405,17 @@ class Generator:
             "cache": self.cache.state_dict(),
             "version": self.version,
             "next_id": self.next_id,
+            "drafts": self.drafter is not None,
             "running": [_packed(r) for r in self.running],
             "waiting": [_packed(r) for r in self.waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` of a generator over the same configuration."""
+        """Continue from `state_dict` of a generator over the same configuration. Raises ValueError if one of the two
+        has a drafter and the other has none: what it reads is in the cache.
+        """
+        if state.get("drafts", False) != (self.drafter is not None):
+            raise ValueError("the generation was stopped with a drafter and goes on without, or the reverse")
         self.cache.load_state_dict(state["cache"])
         self._version, self.next_id = state["version"], state["next_id"]
         self.running = [_unpacked(r) for r in state["running"]]
@@ -333,9 +432,17 @@ def generate(model: DeepseekV41, requests: Iterable[Request], **options: Any) ->
     return [found[i] for i in ids]
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that a sequence's token at `position` is drawn with: a hash (splitmix64) of the two."""
-    return _mixed(_mixed(seed) + position) / 2**64
+DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # purposes of numbers beside the one that a token is drawn with
+
+
+def uniform(seed: int, position: int, purpose: int = 0) -> float:
+    """The number in [0, 1) that a sequence's token at `position` is drawn with: a hash (splitmix64) of the two. Other
+    purposes give other numbers.
+    """
+    start = _mixed(seed)
+    if purpose:
+        start = _mixed(start + purpose)
+    return _mixed(start + position) / 2**64
 
 
 def _mixed(x: int) -> int:
@@ -352,7 +459,15 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
     logits fp32 [B, V]; temperature [B] (0 = greedy), top_p [B], u fp64 [B] in [0, 1): each row's place in its
     cumulative distribution. Raises FloatingPointError if a row is no distribution.
     """
-    temperature, top_p, u = (x.to(logits.device, torch.float64) for x in (temperature, top_p, u))
+    log_p = log_distribution(logits, temperature, top_p)
+    drawn = _at(log_p.exp(), u.to(logits.device, torch.float64))
+    tokens = torch.where((temperature == 0).to(logits.device), logits.argmax(-1), drawn)
+    return tokens, log_p.gather(1, tokens[:, None]).squeeze(1)
+
+
+def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+    """fp64 [B, V] that tokens are drawn from; of greedy rows that of temperature 1. As for `draw`."""
+    temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
     greedy = temperature == 0
     log_p = (logits.double() / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     broken = int(log_p.isnan().any(-1).sum())
@@ -367,12 +482,59 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
         behind[:, 0] = False
         cut = torch.zeros_like(behind).scatter(1, ranked.indices, behind) & ~greedy[:, None]
         log_p = log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
-    cumulative = log_p.exp().cumsum(-1)
+    return log_p
+
+
+def _at(weights: Tensor, u: Tensor) -> Tensor:
+    """int64 [B]: where u fp64 [B] in [0, 1) falls among weights fp64 [B, V] that need not sum to 1."""
+    cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = (u[:, None] * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, log_p.gather(1, tokens[:, None]).squeeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def verify(
+    logits: Sequence[Tensor], drafted: Draft, requests: Sequence[Request], places: Sequence[int]
+) -> list[tuple[list[int], list[float]]]:
+    """Of every sequence the tokens that it goes on with, and their log-probabilities: the drafts up to the first that
+    is rejected, then one of the model's own.
+
+    logits: of each sequence [n + 1, V] behind its last token and each of its n drafts. places: of the next tokens.
+    A draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), p being what the model would draw from;
+    in the place of a rejected one comes a token from max(p - q, 0), normalised. So every token has the distribution p
+    (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Greedy: a draft is accepted if it is the
+    likeliest token.
+    """
+    return [
+        _verify_one(own, drafted.tokens[n], drafted.logits[n], request, place)
+        for n, (own, request, place) in enumerate(zip(logits, requests, places, strict=True))
+    ]
+
+
+def _verify_one(
+    logits: Tensor, drafts: Tensor, draft_logits: Tensor, request: Request, place: int
+) -> tuple[list[int], list[float]]:
+    count = len(logits) - 1
+    temperature, top_p = (torch.full((1,), value) for value in (request.temperature, request.top_p))
+    log_p = log_distribution(logits, temperature.expand(count + 1), top_p.expand(count + 1))
+    if request.temperature == 0:
+        best = logits.argmax(-1)
+        accepted = int((best[:count] == drafts[:count]).cumprod(0).sum())
+        last = best[accepted]
+    else:
+        log_q = log_distribution(draft_logits[:count], temperature.expand(count), top_p.expand(count))
+        draft = drafts[:count, None]
+        ratio = (log_p[:count].gather(1, draft) - log_q.gather(1, draft)).squeeze(1).exp()
+        u = torch.tensor([uniform(request.seed, place + n, ACCEPTED) for n in range(count)], dtype=torch.float64)
+        accepted = int((u.to(ratio.device) < ratio).cumprod(0).sum())
+        weights, purpose = log_p[accepted].exp(), 0
+        if accepted < count:
+            left = (weights - log_q[accepted].exp()).clamp(min=0)
+            weights, purpose = (left, REPLACED) if bool(left.any()) else (weights, REPLACED)
+        u = torch.tensor([uniform(request.seed, place + accepted, purpose)], dtype=torch.float64)
+        last = _at(weights[None], u.to(weights.device))[0]
+    tokens = torch.cat([drafts[:accepted], last[None]])
+    return tokens.tolist(), log_p[: accepted + 1].gather(1, tokens[:, None]).squeeze(1).tolist()
 
 
 def _check(request: Request, model: DeepseekV41) -> None:
@@ -407,7 +569,7 @@ def _packed(running: _Running) -> dict[str, Any]:
     return {
         "request": request,
         **{name: getattr(sample, name) for name in ("id", "replay_start")},
-        **{name: list(getattr(sample, name)) for name in ("tokens", "log_probs", "versions")},
+        **{name: list(getattr(sample, name)) for name in ("tokens", "log_probs", "versions", "accepted")},
         "row": running.row,
         "routing": list(running.routing),
     }
@@ -417,5 +579,6 @@ def _unpacked(state: dict[str, Any]) -> _Running:
     plain = dict(state["request"])
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
     kept = {name: list(state[name]) for name in ("tokens", "log_probs", "versions")}
+    kept["accepted"] = list(state.get("accepted", []))  # none before there were drafters
     kept |= {name: state[name] for name in ("id", "replay_start")}
     return _Running(Sample(request, **kept), state["row"], list(state["routing"]))

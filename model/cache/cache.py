@@ -12,15 +12,18 @@ Entries lie in pages of `page_tokens` tokens that sequences own: a sequence wast
 number of candidate blocks, and no group is open at its end.
 
 A `Step` lays out one pass over new tokens of some sequences; `LayerCache` is a layer's view of it, all that attention
-sees. Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, K top-k.
+sees. A tentative step passes tokens of which some may turn out to be wrong: what is kept of it is decided at its end,
+and the rest is as if it had never been passed. A drafter's stages have window rings too, numbered on behind the layers.
+
+Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, K top-k.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +73,16 @@ class Store:
 
     def write(self, places: Tensor, x: Tensor) -> None:
         """x [N, width] to int64 places [N]."""
-        for tensor, part in zip(self.tensors, self._parts(x), strict=True):
+        self.put(places, self._parts(x))
+
+    def put(self, places: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """What `stored` gave, to int64 places [N]."""
+        for tensor, part in zip(self.tensors, parts, strict=True):
             _bytes(tensor).index_copy_(0, places, _bytes(part))
+
+    def stored(self, places: Tensor) -> tuple[Tensor, ...]:
+        """What lies at int64 places [N], packed as it is."""
+        return tuple(_bytes(tensor).index_select(0, places).view(tensor.dtype) for tensor in self.tensors)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.format.pack(x) if self.format else (x,)
@@ -109,6 +120,7 @@ class Cache:
 
     kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
     prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
+    drafter_stages: of the drafter whose context keys are kept too.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class Cache:
         kv_quant: bool = True,
         prefix_tokens: int = 0,
         device: torch.device | str = "cpu",
+        drafter_stages: int = 0,
     ):
         self.config, self.device = config, torch.device(device)
         layers = range(config.num_hidden_layers)
@@ -127,7 +140,7 @@ class Cache:
         sources = config.kv_source_layer_ids
         self.main = {n: Store(KV_MAIN if kv_quant else None, self.device) for n in sources}
         self.index = {n: Store(KV_INDEX, self.device) for n in sources}
-        self.window = {n: Store(KV_WINDOW, self.device) for n in layers}
+        self.window = {n: Store(KV_WINDOW, self.device) for n in range(len(layers) + drafter_stages)}
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
         self.open_gates = {n: Store(None, self.device) for n in self.open_values}
         self.rows: list[CachedSequence | None] = []
@@ -179,6 +192,12 @@ class Cache:
         pages = self.rows[row].pages
         while len(pages) * self.page_tokens < length:
             pages.append(self._new_page())
+
+    def trim(self, row: int) -> None:
+        """Take the pages from a row that its tokens do not need."""
+        state = self.rows[row]
+        while (len(state.pages) - 1) * self.page_tokens >= state.length:
+            self._release(state.pages.pop())
 
     def _new_page(self) -> int:
         if not self.free_pages:
@@ -340,20 +359,24 @@ class Span:
 
 class Step:
     """One pass over new tokens. `layout` holds the new tokens only, a document for each sequence, with positions and
-    visible entries that count what is cached. A step in which every sequence has one token decodes: each query then
-    has its own range of slots and brings its own keys.
+    visible entries that count what is cached. A step in which every sequence has one token decodes: each query brings
+    its own keys, and has a range of slots of its own. So does a tentative step, of few tokens a sequence (no more than
+    the window), but that its queries share their sequence's slots.
     """
 
-    def __init__(self, cache: Cache, spans: Sequence[Span]):
+    def __init__(self, cache: Cache, spans: Sequence[Span], tentative: bool = False):
         self.cache, self.config, self.spans = cache, cache.config, spans
         self.counts = [len(span.tokens) for span in spans]
-        self.decoding = all(count == 1 for count in self.counts)
+        self.tentative = tentative
+        self._single = all(count == 1 for count in self.counts)
+        self.decoding = self._single or tentative
+        self._later: list[Callable[[], None]] = []
         for span in spans:
             cache.reserve(span.row, span.past + len(span.tokens))
         self.row = torch.tensor([span.row for span in spans])
         self.window_from = torch.tensor([span.window_from for span in spans])
         self.host_past = past = torch.tensor([span.past for span in spans])
-        self.host_count = count = torch.tensor(self.counts)
+        self.host_count = self.host_kept = count = torch.tensor(self.counts)
         self.start = count.cumsum(0) - count
         self.document = torch.repeat_interleave(torch.arange(len(spans)), count)
         self.offset = torch.arange(len(self.document)) - self.start[self.document]
@@ -371,6 +394,7 @@ class Step:
         rows: Sequence[int],
         tokens: Sequence[list[int]],
         images: Sequence[list[bool]] | None = None,
+        tentative: bool = False,
     ) -> Step:
         """`tokens[i]` follow what row `rows[i]` holds; `images[i]` marks its image positions."""
         spans = []
@@ -378,7 +402,7 @@ class Step:
             state = cache.rows[row]
             image = images[i] if images else [False] * len(tokens[i])
             spans.append(Span(row, tokens[i], image, state.length, state.window_from, state.history))
-        return cls(cache, spans)
+        return cls(cache, spans, tentative)
 
     @cached_property
     def splits(self) -> bool:
@@ -452,7 +476,7 @@ class Step:
             visible_to=self.on_device(last),
             host_from=first,
             host_to=last,
-            own=own if self.decoding else None,
+            own=own if self._single else None,
         )
 
     def _new_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
@@ -488,13 +512,28 @@ class Step:
         found = hash_ids(engram_tables(config), number, token_map, config.engram_pad_token_id, ids, start, masked)
         return found.index_select(0, place)
 
-    def commit(self) -> None:
-        """Count the step's tokens as passed; every layer has stored its part by then."""
+    def commit(self, kept: Sequence[int] | None = None) -> None:
+        """Count the step's tokens as passed, of a tentative one the first `kept[i]` of each sequence; every layer has
+        stored its part by then.
+        """
+        if kept is not None:
+            self.host_kept = torch.tensor(kept)
+        for write in self._later:
+            write()
         back = self.config.engram_max_ngram_size - 1
-        for span in self.spans:
-            state, end = self.cache.rows[span.row], len(span.tokens)
+        for span, end in zip(self.spans, self.host_kept.tolist(), strict=True):
+            state = self.cache.rows[span.row]
             state.length += end
             state.history = span.cut(end, end, 0, back).history
+            if self.tentative:
+                self.cache.trim(span.row)
+
+    def when_kept(self, write: Callable[[], None]) -> None:
+        """Do what depends on which tokens are kept: now, or at the end of a tentative step."""
+        if self.tentative:
+            self._later.append(write)
+        else:
+            write()
 
     # --- layouts that several layers share
 
@@ -507,7 +546,8 @@ class Step:
     def ring_writes(self) -> tuple[Tensor, Tensor]:
         """(new tokens that the ring keeps, their places): the last W of each sequence."""
         window = self.config.sliding_window
-        kept = (self.offset >= self.host_count[self.document] - window).nonzero().flatten()
+        end = self.host_kept[self.document]
+        kept = ((self.offset < end) & (self.offset >= end - window)).nonzero().flatten()
         place = self.row[self.document[kept]] * window + self.position[kept] % window
         return self.on_device(kept), self.on_device(place)
 
@@ -517,6 +557,18 @@ class Step:
         window = self.config.sliding_window
         age = (self.position[:, None] - torch.arange(window)) % window
         return self.on_device(self.position[:, None] - age < self.window_from[:, None])
+
+    @cached_property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """For queries that bring their keys: (int64 [T, W], row of (ring rows of the step's sequences, new tokens);
+        bool [T, W]: nothing of the query's window there).
+        """
+        window = self.config.sliding_window
+        position = self.position[:, None] - torch.arange(window - 1, -1, -1)
+        new = position - self.host_past[self.document, None]
+        ring = self.document[:, None] * window + position % window
+        source = torch.where(new < 0, ring, len(self.spans) * window + self.start[self.document, None] + new)
+        return self.on_device(source), self.on_device(position < self.window_from[self.document, None])
 
     @cached_property
     def axis(self) -> WindowAxis:
@@ -532,6 +584,21 @@ class Step:
         place = start[self.document] + kept[self.document] + self.offset
         begin = torch.maximum(start[owner], index - (window - 1))
         return WindowAxis(*(self.on_device(x) for x in (source, place, begin)))
+
+    def open_writes(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """(new tokens that stay in open groups, their places). A token's place is its number in its group; tokens of
+        complete groups are never read.
+        """
+        end = (self.host_past + self.host_kept)[self.document]
+        kept = ((self.position < end) & (self.position >= end // ratio * ratio)).nonzero().flatten()
+        place = self.row[self.document[kept]] * ratio + self.position[kept] % ratio
+        return self.on_device(kept), self.on_device(place)
+
+    def dropped_entries(self, ratio: int) -> Tensor:
+        """int64: those of the new entries that hold a token which is not kept."""
+        owner, number = self._new_entries(ratio)
+        kept = (self.host_past + self.host_kept)[owner]
+        return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())
 
     def entry_places(self, ratio: int) -> Tensor:
         """Places of the new entries in the stores of ratio `ratio`."""
@@ -557,7 +624,7 @@ class LayerCache:
     def __init__(self, step: Step, layer: int):
         self.step, self.cache, self.layer = step, step.cache, layer
         self.decoding = step.decoding
-        self.ratio = step.config.ratio(layer)
+        self.ratio = step.config.ratio(layer) if layer < step.config.num_hidden_layers else 0
 
     def open_groups(self, values: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Put the open groups' values and gates [B * r, D] in front of those of the new tokens [T, D], and keep what
@@ -567,15 +634,18 @@ class LayerCache:
             return values, gates
         step, ratio = self.step, self.ratio
         places = step.on_device(step.row[:, None] * ratio + torch.arange(ratio)).flatten()
-        # a token's place is its number in its group; tokens of complete groups are never read
-        end = step.host_past + step.host_count
-        kept = (step.position >= (end // ratio * ratio)[step.document]).nonzero().flatten()
-        target = step.on_device(step.row[step.document[kept]] * ratio + step.position[kept] % ratio)
-        kept, joined = step.on_device(kept), []
-        for store, new in ((self.cache.open_values[self.layer], values), (self.cache.open_gates[self.layer], gates)):
+        pairs = ((self.cache.open_values[self.layer], values), (self.cache.open_gates[self.layer], gates))
+        joined = []
+        for store, new in pairs:
             store.fit(len(self.cache.rows) * ratio, new)
             joined.append(torch.cat([store.read(places, new.dtype), new]))
-            store.write(target, new.index_select(0, kept))
+
+        def keep() -> None:
+            kept, target = step.open_writes(ratio)
+            for store, new in pairs:
+                store.write(target, new.index_select(0, kept))
+
+        step.when_kept(keep)
         return joined[0], joined[1]
 
     def entries(self, kv: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -587,9 +657,17 @@ class LayerCache:
         main, index = self.cache.main[self.layer], self.cache.index[self.layer]
         for store, new in ((main, kv), (index, keys)):
             store.fit(self.cache.pages * size, new)
+            if self.step.tentative:
+                self.step.when_kept(partial(self._undo, store, places, store.stored(places)))
             store.write(places, new)
         pages = self.step.device_pages.flatten()
         return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
+
+    def _undo(self, store: Store, places: Tensor, before: tuple[Tensor, ...]) -> None:
+        """Put back what lay where entries were written that are not kept."""
+        dropped = self.step.dropped_entries(self.ratio)
+        parts = tuple(_bytes(part).index_select(0, dropped).view(part.dtype) for part in before)
+        store.put(places.index_select(0, dropped), parts)
 
     def chosen(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Main KV [B, K, D] of the selected slots int32 [B, K]; anything where none is selected."""
@@ -600,10 +678,16 @@ class LayerCache:
         return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
 
     def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Decoding: add the new tokens' [B, D] to the rings; all window keys [B, W, D] and which of them are hidden."""
-        ring = self._ring(window_kv)
-        self._keep(window_kv)
-        return ring.read(self.step.ring_rows, window_kv.dtype), self.step.ring_hidden
+        """Decoding: add the new tokens' [T, D] to the rings; all window keys [T, W, D] and which of them are hidden."""
+        step, ring = self.step, self._ring(window_kv)
+        if step.tentative:
+            source, hidden = step.windows
+            past = ring.read(step.ring_rows.flatten(), window_kv.dtype)
+            self.keep(window_kv)
+            keys = torch.cat([past, window_kv]).index_select(0, source.flatten())
+            return keys.view(*source.shape, -1), hidden
+        self.keep(window_kv)
+        return ring.read(step.ring_rows, window_kv.dtype), step.ring_hidden
 
     def window_axis(self, window_kv: Tensor) -> tuple[Tensor, WindowAxis]:
         """Keys [T', D] on the step's window axis; the new tokens' [T, D] are added to the rings."""
@@ -611,7 +695,7 @@ class LayerCache:
         if len(axis.source) > len(axis.place):
             past = ring.read(self.step.ring_rows.flatten(), window_kv.dtype)
             keys = torch.cat([past, window_kv]).index_select(0, axis.source)
-        self._keep(window_kv)
+        self.keep(window_kv)
         return keys, axis
 
     def _ring(self, window_kv: Tensor) -> Store:
@@ -619,6 +703,12 @@ class LayerCache:
         ring.fit(len(self.cache.rows) * self.step.config.sliding_window, window_kv)
         return ring
 
-    def _keep(self, window_kv: Tensor) -> None:
-        kept, places = self.step.ring_writes
-        self.cache.window[self.layer].write(places, window_kv.index_select(0, kept))
+    def keep(self, window_kv: Tensor) -> None:
+        """Add window keys [T, D] of the new tokens to the rings."""
+        ring = self._ring(window_kv)
+
+        def write() -> None:
+            kept, places = self.step.ring_writes
+            ring.write(places, window_kv.index_select(0, kept))
+
+        self.step.when_kept(write)

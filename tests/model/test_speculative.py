@@ -1,0 +1,312 @@
+"""Speculative decoding: greedy samples are those without a drafter, drawn ones have the same distribution, and rejected
+tokens leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import ForwardOptions, Generator, Request, generate
+from model.cache.cache import Cache, LayerCache, Step
+from model.dspark import Draft
+from model.generate import ACCEPTED, log_distribution, uniform, verify
+from model.quantize import fake_quant_mxfp4
+from tests.model.test_generate import CONFIGS, assert_as_forward, prompts
+from tests.model.tiny import image_batch, no_rounding, tiny_config, tiny_drafter  # noqa: F401
+
+GREEDY = [Request(prompt, 12, temperature=0) for prompt in prompts(1, 5, 12, 61)]
+
+
+def guided(monkeypatch, references: list[list[int]], error: int = 3) -> None:
+    """Drafts are the tokens that come, but for about one in `error`: blocks of every accepted length occur."""
+    original = Generator._draft
+
+    def draft(self, batch, places):
+        found = original(self, batch, places)
+        vocabulary, tokens = found.logits.shape[-1], found.tokens.clone()
+        for n, running in enumerate(batch):
+            done = len(running.sample.tokens)
+            ahead = references[running.sample.id][done : done + tokens.shape[1]]
+            for slot, token in enumerate(ahead):
+                wrong = uniform(running.sample.id, done + slot, 9) < 1 / error
+                tokens[n, slot] = (token + wrong) % vocabulary
+        return Draft(tokens, found.logits, found.confidence)
+
+    monkeypatch.setattr(Generator, "_draft", draft)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_samples_are_those_without_a_drafter(name: str, no_rounding, monkeypatch) -> None:  # noqa: F811
+    """Token by token, with their log-probabilities and routing, over group borders, ring wraps and pages."""
+    drafter = tiny_drafter(ForwardOptions(kv_quant=name != "plain"), **CONFIGS[name])
+    plain = generate(drafter.backbone, GREEDY, record_routing=True)
+    own = generate(drafter.backbone, GREEDY, drafter=drafter)
+    assert [sample.tokens for sample in own] == [sample.tokens for sample in plain]
+    guided(monkeypatch, [sample.tokens for sample in plain])
+    seen = set()
+    for chunk in (4096, 7):
+        found = generate(drafter.backbone, GREEDY, drafter=drafter, record_routing=True, prefill_tokens=chunk)
+        for ours, theirs in zip(found, plain, strict=True):
+            assert ours.tokens == theirs.tokens and ours.finish == theirs.finish == "length"
+            assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+            assert_as_forward(drafter.backbone, ours, rounding=False)
+            assert 1 + len(ours.accepted) + sum(ours.accepted) == len(ours.tokens) == 12
+            seen |= set(ours.accepted)
+    assert seen >= ({0, 1, 2} if name.startswith("narrow") else {0, 1, 2, 3})
+
+
+def test_greedy_with_rounding(monkeypatch) -> None:
+    """A few rows are rounded otherwise than one: where tokens part, the two best are as good as equal."""
+    drafter = tiny_drafter(engram=True)
+    requests = [Request(prompt, 24, temperature=0) for prompt in prompts(*range(3, 43))]
+    plain = generate(drafter.backbone, requests)
+    guided(monkeypatch, [sample.tokens for sample in plain])
+    parted = 0
+    for ours, theirs in zip(generate(drafter.backbone, requests, drafter=drafter), plain, strict=True):
+        if ours.tokens == theirs.tokens:
+            continue
+        parted += 1
+        at = next(i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b)
+        ids = torch.tensor([[*theirs.request.prompt, *theirs.tokens[:at]]])
+        with torch.no_grad():
+            best = drafter.backbone(ids, logits_to_keep=1).logits[0, -1].topk(2).values
+        assert best[0] - best[1] <= 1e-2, "a value on a rounding edge moves a logit by a little"
+    assert parted <= 2
+
+
+def test_replay_prefixes_and_copies(no_rounding, monkeypatch) -> None:  # noqa: F811
+    """Bounded replay in the decoder, kept prefixes, and several samples of one prompt that go on from one prefill."""
+    drafter = tiny_drafter(ForwardOptions(decoder_replay=True), engram=True)
+    long = prompts(150)[0]
+    requests = [Request(long, 9, 0.0), Request(long, 9, 0.0), Request(long[:140], 9, 0.0), *GREEDY[:3]]
+    plain = generate(drafter.backbone, requests)
+    guided(monkeypatch, [sample.tokens for sample in plain])
+    for chunk in (4096, 11):
+        found = generate(drafter.backbone, requests, drafter=drafter, prefill_tokens=chunk)
+        assert [sample.tokens for sample in found] == [sample.tokens for sample in plain]
+    without, drafting = (
+        Generator(drafter.backbone, prefix_tokens=1000, **options) for options in ({}, {"drafter": drafter})
+    )
+    for _ in range(2):  # the second time what the first has kept is used
+        results = []
+        for generator in (without, drafting):
+            generator.next_id = 0
+            for request in requests[:3]:
+                generator.submit(request)
+            done = {}
+            while generator.in_flight:
+                done |= {sample.id: sample for sample in generator.step()}
+            results.append([(done[i].tokens, done[i].replay_start) for i in range(3)])
+        assert results[0] == results[1]
+    assert results[0][0][1] > 0
+
+
+def test_images_in_prompts(no_rounding) -> None:  # noqa: F811
+    drafter = tiny_drafter(vision=True, engram=True)
+    batch = image_batch()
+    images = {name: batch[name] for name in ("pixel_values", "image_grid_hws")}
+    images["vision_token_types"] = batch["vision_token_types"][0]
+    requests = [Request(tuple(batch["input_ids"][0].tolist()), 8, 0.0, images=images), GREEDY[1]]
+    plain = generate(drafter.backbone, requests)
+    for chunk in (4096, 11):
+        found = generate(drafter.backbone, requests, drafter=drafter, prefill_tokens=chunk)
+        assert [sample.tokens for sample in found] == [sample.tokens for sample in plain]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_stopped_and_continued_after_every_step(tmp_path, temperature: float, no_rounding, monkeypatch) -> None:  # noqa: F811
+    """A sample ends at a stop token also inside a block, and the state between steps is all there is."""
+    drafter = tiny_drafter(engram=True)
+    requests = [replace(r, temperature=temperature, seed=n, max_tokens=20) for n, r in enumerate(GREEDY)]
+    free = generate(drafter.backbone, requests, drafter=drafter)
+    guided(monkeypatch, [sample.tokens for sample in free], error=6)
+    free = generate(drafter.backbone, requests, drafter=drafter)
+    requests = [replace(r, stop=frozenset({s.tokens[7]})) for r, s in zip(requests, free, strict=True)]
+    whole = generate(drafter.backbone, requests, drafter=drafter, max_running=2, record_routing=True)
+    for sample, without in zip(whole, free, strict=True):
+        end = without.tokens.index(without.tokens[7]) + 1
+        assert sample.tokens == without.tokens[:end] and sample.finish == "stop"
+        assert len(sample.routing) == len(sample.request.prompt) + end - 1
+    generator = Generator(drafter.backbone, max_running=2, record_routing=True, drafter=drafter)
+    for request in requests:
+        generator.submit(request)
+    found = {}
+    while generator.in_flight:
+        torch.save(generator.state_dict(), tmp_path / "state.pt")
+        generator = Generator(drafter.backbone, max_running=2, record_routing=True, drafter=drafter)
+        generator.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        found |= {sample.id: sample for sample in generator.step()}
+    for i, sample in enumerate(whole):
+        assert (found[i].tokens, found[i].accepted) == (sample.tokens, sample.accepted)
+        assert found[i].log_probs == sample.log_probs and torch.equal(found[i].routing, sample.routing)
+    assert sorted(generator.cache.free_pages) == list(range(generator.cache.pages))
+
+
+def test_confidence_shortens_blocks(no_rounding, monkeypatch) -> None:  # noqa: F811
+    """No draft is passed over behind the slot at which all together are too unlikely; the sample stays."""
+    drafter = tiny_drafter(engram=True)
+    plain = generate(drafter.backbone, GREEDY)
+    original, passed = Generator._step, []
+
+    def step(self, batch, parts, tentative=False):
+        if tentative:
+            passed.extend(len(part) - 1 for part in parts)
+        return original(self, batch, parts, tentative)
+
+    monkeypatch.setattr(Generator, "_step", step)
+    counts = []
+    for least in (0.0, 0.3, 0.999):
+        passed.clear()
+        found = generate(drafter.backbone, GREEDY, drafter=drafter, min_confidence=least)
+        assert [sample.tokens for sample in found] == [sample.tokens for sample in plain]
+        counts.append(sum(passed) / len(passed))
+    assert counts[0] > counts[1] > counts[2] == 0
+
+
+def test_misuse_is_refused() -> None:
+    drafter = tiny_drafter()
+    with pytest.raises(ValueError, match="drafter: belongs to another model"):
+        Generator(tiny_drafter(seed=1).backbone, drafter=drafter)
+    with pytest.raises(ValueError, match="min_confidence: is 1.0"):
+        Generator(drafter.backbone, drafter=drafter, min_confidence=1.0)
+    with pytest.raises(ValueError, match="stopped with a drafter and goes on without"):
+        Generator(drafter.backbone).load_state_dict(Generator(drafter.backbone, drafter=drafter).state_dict())
+
+
+# --- the rule
+
+
+def draft_of(q: Tensor, tokens: list[int]) -> Draft:
+    return Draft(torch.tensor([tokens]), q.log()[None].float(), torch.zeros(1, len(tokens)))
+
+
+def test_acceptance_is_the_formula() -> None:
+    """A draft is accepted exactly where its number is below p / q; what replaces it follows max(p - q, 0)."""
+    p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7], [0.25, 0.25, 0.25, 0.25]])
+    q = torch.tensor([[0.2, 0.2, 0.4, 0.2], [0.4, 0.3, 0.2, 0.1]])
+    replaced = {draft: torch.zeros(4) for draft in range(4)}
+    for seed in range(4000):
+        for draft in range(4):
+            request = Request((1,), 9, seed=seed)
+            ((tokens, log_probs),) = verify([p.log()], draft_of(q, [draft, 0]), [request], [11])
+            accepted = uniform(seed, 11, ACCEPTED) < float(p[0, draft] / q[0, draft])
+            assert (tokens[0] == draft and len(tokens) > 1) == accepted
+            expected = [p[n, token].log().item() for n, token in enumerate(tokens)]
+            assert log_probs == pytest.approx(expected, abs=1e-6)
+            if accepted:
+                assert (len(tokens) == 3) == (uniform(seed, 12, ACCEPTED) < 0.25)
+            else:
+                replaced[draft][tokens[0]] += 1
+    left = (p[0] - q[0]).clamp(min=0)
+    for draft in (2, 3):  # 0 and 1 are always accepted
+        share = replaced[draft] / replaced[draft].sum()
+        assert (share - left / left.sum()).abs().max() < 0.03
+    assert not replaced[0].any() and not replaced[1].any()
+
+
+def test_greedy_drafts_are_accepted_while_they_are_likeliest() -> None:
+    logits = torch.eye(5)[[2, 3, 1, 0]]
+    for drafts, expected in (([2, 3, 1], [2, 3, 1, 0]), ([2, 4, 1], [2, 3]), ([0, 3, 1], [2]), ([2, 3, 0], [2, 3, 1])):
+        draft = Draft(torch.tensor([drafts]), torch.zeros(1, 3, 5), torch.zeros(1, 3))
+        ((tokens, log_probs),) = verify([logits], draft, [Request((1,), 9, temperature=0)], [1])
+        assert tokens == expected
+        assert log_probs == pytest.approx([logits[0].log_softmax(-1).max().item()] * len(tokens))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}])
+def test_drawn_tokens_have_the_models_distribution(settings: dict, no_rounding) -> None:  # noqa: F811
+    """Chi-square of the second and third token of 4,000 seeds against the exact probabilities. (A distribution that is
+    off in one cell of probability 0.05 by half of it adds 50.)
+    """
+    drafter = tiny_drafter(vocab_size=9, dspark_noise_token_id=8)
+    built, prompt, seeds = drafter.backbone, (4, 7, 5, 6, 4), 4000
+    requests = [Request(prompt, 4, seed=seed, **settings) for seed in range(seeds)]
+    samples = generate(built, requests, drafter=drafter, max_running=500)
+    assert 0.05 < sum(sum(s.accepted) for s in samples) / sum(len(s.accepted) for s in samples) < 2.9
+    first, second = torch.cartesian_prod(torch.arange(9), torch.arange(9)).unbind(1)
+    ids = torch.cat([torch.tensor(prompt).expand(81, -1), first[:, None], second[:, None]], dim=1)
+    with torch.no_grad():
+        logits = built(ids).logits
+    each = [torch.full((81,), float(settings.get(name, 1.0))) for name in ("temperature", "top_p")]
+    log_p = [log_distribution(logits[:, at], *each) for at in (-3, -2, -1)]
+    start = log_p[0].gather(1, first[:, None]) + log_p[1].gather(1, second[:, None])  # log p(x1, x2)
+    third = (start + log_p[2]).exp().view(9, 9, 9).sum(0)  # p(x2, x3)
+    counts = torch.zeros(9, 9, dtype=torch.float64)
+    for sample in samples:
+        counts[sample.tokens[1], sample.tokens[2]] += 1
+    expected = third * seeds
+    assert not counts[expected < 1e-9].any(), "a token that top_p leaves out was drawn"
+    large = expected >= 5
+    cells = torch.cat([expected[large], expected[~large].sum()[None]])
+    found = torch.cat([counts[large], counts[~large].sum()[None]])
+    kept = cells > 1
+    square = ((found - cells).square() / cells)[kept].sum()
+    degrees = int(kept.sum()) - 1
+    assert degrees > 10 and square < degrees + 4 * math.sqrt(2 * degrees), (float(square), degrees)
+
+
+# --- the cache
+
+
+@pytest.mark.parametrize("kv_quant", [True, False])
+def test_rejected_tokens_leave_no_trace(kv_quant: bool) -> None:
+    """Tentative steps of which some tokens are kept leave every byte, page and counter that passing those alone leaves:
+    over ring wraps, open groups of 2 and 4 tokens, and page borders.
+    """
+    config = tiny_config(sliding_window=7, compress_ratios=[0, 4, 4, 2, 2, 2], engram=True).text
+    caches = Cache(config, kv_quant, drafter_stages=2), Cache(config, kv_quant, drafter_stages=2)
+    generator = torch.Generator().manual_seed(0)
+    rows = [[cache.open() for _ in range(3)] for cache in caches]
+    size = caches[0].page_tokens
+    assert rows[0] == rows[1]
+    plan = [([5, size - 3, 1], None)]
+    for count in range(40):
+        draws = torch.randint(1, 6, (3,), generator=generator).tolist()
+        plan.append(([5, 5, 5 + count % 2], [min(d, 5) for d in draws]))
+    for number, (counts, kept) in enumerate(plan):
+        kept = kept or counts
+        tokens = [[(number + n) % 61 for n in range(count)] for count in counts]
+        full = Step.after(caches[0], rows[0], tokens, tentative=number > 0)
+        part = Step.after(caches[1], rows[1], [t[:k] for t, k in zip(tokens, kept, strict=True)])
+        chosen = torch.cat([torch.arange(k) + s for k, s in zip(kept, full.start.tolist(), strict=True)])
+        for layer in config.kv_source_layer_ids:
+            values = torch.randn(len(full.document), 2, config.head_dim, generator=generator)
+            projected = []
+            for step, rows_of in ((full, slice(None)), (part, chosen)):
+                view = LayerCache(step, layer)
+                joined = view.open_groups(*values[rows_of].unbind(1))
+                members = step.layout.entries[config.ratio(layer)].members
+                projected.append((view, joined[0][members].mean(1)))
+            for view, kv in projected:
+                view.entries(kv, fake_quant_mxfp4(kv[:, : config.index_head_dim]))
+        for layer in range(config.num_hidden_layers + 2):
+            keys = torch.randn(len(full.document), config.head_dim, generator=generator)
+            for step, rows_of in ((full, slice(None)), (part, chosen)):
+                LayerCache(step, layer).keep(keys[rows_of])
+        full.commit(kept)
+        part.commit()
+        assert_same_state(*caches)
+    assert max(row.length for row in caches[0].rows) > size + 20
+
+
+def assert_same_state(ours: Cache, theirs: Cache) -> None:
+    for one, other in zip(ours.rows, theirs.rows, strict=True):
+        assert (one.length, one.history, len(one.pages)) == (other.length, other.history, len(other.pages))
+    assert sum(ours.uses) == sum(theirs.uses) == sum(len(row.pages) for row in ours.rows)
+    assert sorted(ours.free_pages) == [page for page, uses in enumerate(ours.uses) if not uses]
+    for name, store in ours.stores().items():
+        kind, layer = name.split(".")
+        for mine, yours in zip(store.tensors, theirs.stores()[name].tensors, strict=True):
+            mine, yours = mine.view(torch.uint8), yours.view(torch.uint8)
+            if kind in ("main", "index"):
+                size = ours.page_tokens // ours.config.ratio(int(layer))
+                mine, yours = (
+                    torch.cat([t[p * size : (p + 1) * size] for row in cache.rows for p in row.pages])
+                    for t, cache in ((mine, ours), (yours, theirs))
+                )
+            assert torch.equal(mine, yours), name
