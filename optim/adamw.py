@@ -40,11 +40,11 @@ def adamw_step(
     weight_decay: float,
     settings: AdamWSettings,
 ) -> None:
-    """One step in place on `params`, `means` and `squares` (fp32, shapes of the parameters), a few fused operations in
-    all.
+    """One step, in place on `params`, `means` and `squares` (fp32, shaped as the parameters), in a few fused
+    operations.
 
     m = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  w = w*(1 - lr*wd) - lr * (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps),
-    where `steps` holds each parameter's own t, from 1 (a parameter thawed late starts its correction then).
+    where `steps` holds each parameter's own t, counted from 1 (a parameter that was frozen before starts at 1).
     """
     b1, b2 = settings.beta1, settings.beta2
     grads = [g if g.dtype == torch.float32 else g.float() for g in grads]

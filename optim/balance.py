@@ -1,7 +1,7 @@
-"""Auxiliary-loss-free load balancing: the router biases follow the load (V4.1 report, arXiv 2609.19969, load
-balancing).
+"""Load balancing without an auxiliary loss: router biases are moved against the load (V4.1 report, arXiv 2609.19969,
+load balancing).
 
-Called once per optimizer step with counts summed over all ranks and micro-steps. The biases are buffers, not
+Called once per optimizer step, with counts summed over all ranks and micro-batches. The biases are buffers, not
 parameters.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 def update_router_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
     """bias += rate * sign(mean load - load) in place. `bias` fp32 [E]; `load` int64 [E], tokens routed to each expert.
 
-    The sign is taken in integers, so equality is exact; without tokens nothing moves. Raises ValueError if the shapes
-    differ or `load` is not integer.
+    The sign is computed in integers, so an even load gives exactly 0; without tokens nothing moves. Raises ValueError
+    if the shapes differ or `load` is not integer.
     """
     _apply([bias], [load], rate)
 
@@ -34,10 +34,10 @@ def update_router_biases_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor
 
 
 def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
-    """How even a load [..., E] is: largest over mean (1 is even, E is one expert only) and entropy in nats (ln E is
-    even), fp64 [...].
+    """How even a load [..., E] is: max/mean (1: even, E: one expert only) and entropy in nats (ln E: even), both fp64
+    [...].
 
-    Both are nan where `load` holds no token.
+    Both are NaN where `load` has no token.
     """
     share = load.double() / load.sum(-1, keepdim=True)
     return share.amax(-1) * load.shape[-1], torch.special.entr(share).sum(-1)
@@ -49,7 +49,7 @@ def _apply(biases: list[Tensor], loads: list[Tensor], rate: float) -> None:
             raise ValueError(f"bias and load must both be [experts], got {list(bias.shape)} and {list(load.shape)}")
         if load.is_floating_point():
             raise ValueError(
-                f"load must be integer token counts, got {load.dtype}; counts in low precision would lose tokens"
+                f"load must be integer token counts, got {load.dtype}; floating-point counts would lose tokens"
             )
     stacked = torch.stack(loads)
     # sign(mean - load) without a division: E * mean is the integer sum.

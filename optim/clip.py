@@ -15,24 +15,25 @@ WHOLE: Mapping[Tensor, RankGroupLike] = {}
 
 @torch.no_grad()
 def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
-    """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; one without a gradient
-    counts not.
+    """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; parameters without a
+    gradient are skipped.
 
-    `parts` names, for each parameter that is split over processes, those that hold the rest; these must call together.
+    `parts` names, for each parameter that is split over processes, the processes that hold it; they must call this
+    together.
     """
     return _norm(_with_gradients(params), parts)
 
 
 @torch.no_grad()
 def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before, 0-d fp32,
-    the same on all processes.
+    """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before scaling,
+    0-d fp32, the same on all processes.
 
-    Gradients within the limit keep their bits. If the returned norm is not finite the gradients are unusable: do not
-    step. Raises ValueError if `max_norm` is not positive.
+    Gradients within the limit keep their bits. If the returned norm is not finite, the gradients are unusable: do not
+    take the step. Raises ValueError if `max_norm` is not positive.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, got {max_norm!r}; leave clipping out to switch it off")
+        raise ValueError(f"max_norm must be above 0, got {max_norm!r}; to switch clipping off, do not call it")
     chosen = _with_gradients(params)
     norm = _norm(chosen, parts)
     if chosen:
@@ -46,7 +47,7 @@ def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
-    """What is whole counts once, of what is split every part."""
+    """Unsplit parameters count once, of split ones every part."""
     whole = [p.grad for p in params if p not in parts]
     norms = [_norm_of(whole)] if whole else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():

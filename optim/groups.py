@@ -1,7 +1,7 @@
 """Parameter groups by ordered name rules, and the table that shows what each parameter gets.
 
-A run hands a list of `Rule`s to `assign`; the first rule whose pattern matches a parameter's whole name decides how it
-is trained. Nothing falls through: a parameter that no rule names, and a rule that names nothing, are errors.
+`assign` takes a list of `Rule`s; the first rule whose pattern matches a parameter's whole name decides how it is
+trained. A parameter that no rule matches is an error, and so is a rule that matches no parameter.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ MAIN = "main"  # the schedule of every group that simply follows the learning ra
 
 @dataclass(frozen=True)
 class Rule:
-    """How the parameters whose whole name matches `pattern` are trained.
+    """How parameters are trained whose whole name matches `pattern`.
 
     Attributes:
         pattern: regular expression, matched against the whole name (`re.fullmatch`).
         method: "muon" (2-D or 3-D weights), "sinkhorn" (2-D tables) or "adamw" (anything).
-        blocks: Muon only, 2-D only: how the rows split into logical matrices from the top, as (count, rows) pairs;
-            `((64, 512),)` is 64 heads of 512 rows. None is the whole matrix. A 3-D weight [E, m, n] is always E
-            matrices.
-        lr_factor: multiplies the learning rate for good.
+        blocks: Muon only, 2-D only: how the rows are split into logical matrices, from the top, as (count, rows) pairs;
+            `((64, 512),)` is 64 heads of 512 rows. None: the whole matrix. A 3-D weight [E, m, n] is always E matrices.
+        lr_factor: constant factor of the learning rate.
         weight_decay: decoupled; a step multiplies the weight by 1 - lr * weight_decay.
-        schedule: name of the time-dependent factor the group follows (see `Optimizer.set_lr`); "main" has none.
-        optional: allow the rule to name nothing.
+        schedule: name of the time-dependent factor that the group follows (see `Optimizer.set_lr`); "main" has none.
+        optional: the rule may match nothing.
     """
 
     pattern: str
@@ -47,7 +46,7 @@ class Rule:
 
 @dataclass
 class Group:
-    """Parameters that share a method and its numbers; `names`, `params` and `blocks` run in parallel."""
+    """Parameters with the same method and numbers; `names`, `params` and `blocks` are parallel lists."""
 
     method: Method
     lr_factor: float
@@ -73,9 +72,9 @@ class ParameterRow(NamedTuple):
 def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence[Rule]) -> list[Group]:
     """Sort parameters into groups; the first matching rule wins.
 
-    Parameters that require no gradient are assigned too (they may be thawed later); a step skips what has no gradient.
-    Raises ValueError that lists every problem: parameters no rule names, rules that name nothing, duplicate names,
-    rules whose method, blocks or numbers do not fit the parameter.
+    Parameters that require no gradient are assigned too (they may be unfrozen later); a step skips those without a
+    gradient. Raises ValueError with every problem: parameters without a rule, rules without a parameter, duplicate
+    names, rules whose method, blocks or numbers do not fit the parameter.
     """
     problems = [f"rule {rule.pattern!r}: {problem}" for rule in rules for problem in _rule_problems(rule)]
     patterns = [_compile(rule.pattern, problems) for rule in rules]
@@ -113,7 +112,7 @@ def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence
 
 
 def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
-    """The logical matrices of a Muon weight, for people: "64 x [512, 1280]"."""
+    """The logical matrices of a Muon weight as text: "64 x [512, 1280]"."""
     if len(shape) == 3:
         return f"{shape[0]} x [{shape[1]}, {shape[2]}]"
     if blocks is None:
@@ -122,9 +121,9 @@ def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
 
 
 def format_table(rows: Sequence[ParameterRow]) -> str:
-    """Align `rows` as text, with a last line that counts parameters.
+    """`rows` as an aligned table; the last line counts parameters.
 
-    Names that differ only in a layer number and agree in all else share a line: `layers.{0-39}.attn.wq_a.weight`.
+    Names that differ only in the layer number share a line if all else is equal: `layers.{0-39}.attn.wq_a.weight`.
     """
     folded: dict[tuple, list[int]] = {}
     for row in rows:
@@ -179,13 +178,13 @@ def _fit_problems(rule: Rule, shape: Sequence[int]) -> list[str]:
 
 
 def _split_number(name: str) -> tuple[str, int | None, str]:
-    """A name cut around its first number between dots: ("layers.", 3, ".attn.wq_a.weight")."""
+    """A name split at its first number between dots: ("layers.", 3, ".attn.wq_a.weight")."""
     match = re.search(r"(?<=\.)\d+(?=\.)", name)
     return (name[: match.start()], int(match.group()), name[match.end() :]) if match else (name, None, "")
 
 
 def _ranges(numbers: Sequence[int | None]) -> str:
-    """Ascending numbers as text: "3", "{0-2,5}"; nothing for the number of a name without one."""
+    """Ascending numbers as text: "3", "{0-2,5}"; empty for a name without a number."""
     runs: list[list[int]] = []
     for number in sorted(n for n in numbers if n is not None):
         if runs and number == runs[-1][1] + 1:

@@ -32,9 +32,9 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 # stays below 3e-4.
 FP64_STEPS = 3
 
-# Elements gathered into one batch. It bounds the step's temporary memory (about six fp32 copies of a batch). On GPU a
-# batch of this size fills the device; on CPU small matrices gain all there is from batching well before it outgrows the
-# cache, and large ones gain nothing.
+# Elements gathered into one batch, which bounds the step's temporary memory (about six fp32 copies of a batch). On a
+# GPU a batch of this size fills the device. On a CPU, batching stops helping small matrices well before the batch
+# outgrows the cache, and never helps large ones.
 BATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
@@ -45,7 +45,7 @@ class MuonSettings:
     Attributes:
         momentum: factor of the momentum buffer.
         update_rms: root mean square of the update before the learning rate; matches Muon's step to AdamW's.
-        bf16: run the iteration in bf16. None is the rule: bf16 on GPU, fp32 on CPU.
+        bf16: run the iteration in bf16. None: bf16 on a GPU, fp32 on a CPU.
 
     Raises ValueError that lists every problem.
     """
@@ -59,7 +59,7 @@ class MuonSettings:
 
 
 class _Piece(NamedTuple):
-    """Equal logical matrices that lie one behind another along the first axis of a parameter."""
+    """Logical matrices of equal size, next to each other along the first axis of a parameter."""
 
     parameter: int  # position in the step's parameter list
     start: int  # first row of a 2-D parameter, first matrix of a 3-D one
@@ -68,7 +68,7 @@ class _Piece(NamedTuple):
     columns: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View of the piece [count, m, n] with m <= n in a tensor of the parameter's shape; writing to it writes the
+        """View [count, m, n], m <= n, of the piece in a tensor of the parameter's shape; writing to it writes the
         tensor.
         """
         if tensor.dim() == 2:
@@ -171,7 +171,7 @@ def muon_reference(
 
 
 def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Iterator[list[_Piece]]:
-    """Pieces of all parameters, grouped by device and logical shape (orientation aside), at most BATCH_ELEMENTS in a
+    """Pieces of all parameters, grouped by device and logical shape (ignoring orientation), at most BATCH_ELEMENTS in a
     group.
     """
     buckets: dict[tuple, list[_Piece]] = defaultdict(list)
@@ -192,7 +192,7 @@ def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Itera
 
 
 def _pieces(index: int, shape: Sequence[int], split: Blocks | None, most: int) -> Iterator[_Piece]:
-    """The logical matrices of one parameter, equal neighbours together, up to `most` elements in a piece."""
+    """The logical matrices of one parameter; neighbours of equal size share a piece of at most `most` elements."""
     *stacked, rows, columns = shape
     spans = ((stacked[0], rows),) if stacked else split or ((1, rows),)
     start = 0

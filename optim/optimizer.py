@@ -35,15 +35,15 @@ class Settings:
 class Optimizer(torch.optim.Optimizer):
     """Three methods behind the interface of `torch.optim`.
 
-    The learning rate is 0 until `set_lr`. State is fp32 whatever the parameters' dtype and appears at a parameter's
-    first step; parameters without a gradient, and frozen groups, are left alone. Weights are updated in their own
-    dtype, so train with fp32 (master) weights: in bf16 most steps are below half a unit in the last place. Matrices
-    must be whole in each process: a wrapper that flattens or slices parameters is refused at the step.
+    The learning rate is 0 until `set_lr` is called. State is always fp32 and is created at a parameter's first step.
+    Parameters without a gradient and frozen groups are skipped. Weights are updated in their own dtype, so train with
+    fp32 (master) weights: in bf16 most updates are below half a unit in the last place. Matrices must be whole in each
+    process; a wrapper that flattens or slices parameters is refused at the step.
 
-    With `placements` (a parameter's name -> where it lies among processes) the work is shared out: a parameter's state
-    exists at its owner only, which updates it and sends the result to the others that hold it. All processes must then
-    step together, with gradients for the same parameters. A stack of matrices may be split by matrices, a table of the
-    Sinkhorn method by rows; nothing else may be split.
+    With `placements` (parameter name -> which processes hold it) the work is divided: a parameter's state exists only
+    at its owner, which updates the parameter and sends the result to the other processes that hold it. All processes
+    must then step together, with gradients for the same parameters. A stack of matrices may be split by matrices, a
+    Sinkhorn table by rows; nothing else may be split.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> dict[Tensor, RankGroupLike]:
-        """The processes that hold the other parts of each split parameter."""
+        """For each split parameter, the processes that it is split over."""
         return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
 
     def state_bytes(self) -> int:
-        """Size of the state of all that this process owns, once every parameter was trained."""
+        """Bytes of optimizer state at this process once every parameter it owns has been trained."""
         sizes = (
             4 * param.numel() * len(STATE_KEYS[group["method"]])
             for group in self.param_groups
@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         return sum(sizes)
 
     def set_lr(self, lr: float, factors: Mapping[str, float] | None = None) -> None:
-        """Set the next steps' learning rate: lr * lr_factor of the group * factor of its schedule.
+        """Set the learning rate of the next steps: lr * lr_factor of the group * factor of its schedule.
 
         `factors` gives the factor of every named schedule; 0 freezes its groups. Raises ValueError if a group's
         schedule is missing.
@@ -119,10 +119,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of a `state_dict` exactly: values, dtypes, step counts. (The inherited method would cast to
-        the parameters' dtype.) Parameters are matched by name; state of what others own is left out. Hyper-parameters
-        stay as the rules set them.
+        the parameters' dtype.) Parameters are matched by name; state that other processes own is skipped.
+        Hyper-parameters stay as the rules set them.
 
-        Raises ValueError that lists every difference in names, methods or shapes; nothing is changed then.
+        Raises ValueError, with every difference in names, methods or shapes, before anything is changed.
         """
         saved = {}
         for group in state_dict["param_groups"]:
@@ -150,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, restored)
 
     def _step_group(self, group: dict[str, Any]) -> list[Tensor]:
-        """Update what is owned of the group; returns every parameter that some process updates."""
+        """Update the parameters of the group that this process owns; returns those that any process updates."""
         trained = [i for i, param in enumerate(group["params"]) if param.grad is not None]
         self._check(group, trained)
         chosen = [i for i in trained if self.owns(group["params"][i])]
@@ -179,8 +179,8 @@ class Optimizer(torch.optim.Optimizer):
             adamw_step(params, grads, *buffers, [s["step"] for s in states], **numbers, settings=self.settings.adamw)
 
     def _assign_owners(self, placements: Mapping[str, ParameterPlacement]) -> None:
-        """Choose owners, among each replica group by the bytes of state. Every process finds the same ones; the parts
-        of a split parameter get owners that are parts of one copy, so that these can sum over it.
+        """Choose owners inside each replica group, balanced by bytes of state. Every process makes the same choice. The
+        owners of a split parameter's parts form one complete copy, so that they can sum over it.
         """
         kinds: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         for group in self.param_groups:
@@ -195,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
             self._owners |= {param: owner for (param, _), owner in zip(held, owners, strict=True)}
 
     def _broadcast_updated(self, stepped: Sequence[Tensor]) -> None:
-        """Send each updated parameter from its owner to the others that hold it, several in a message."""
+        """Send each updated parameter from its owner to the other holders, several in a message."""
         messages: dict[tuple, list[Tensor]] = defaultdict(list)
         for param in stepped:
             place = self._placements.get(param)
@@ -219,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check(group: dict[str, Any], chosen: Sequence[int]) -> None:
-        """Refuse what a wrapper may have put in the parameters' place: flattened slices, sparse gradients."""
+        """Refuse what a wrapper may have turned the parameters into: flattened slices, sparse gradients."""
         dims = {"muon": (2, 3), "sinkhorn": (2,)}.get(group["method"])
         for i in chosen:
             name, param = group["names"][i], group["params"][i]

@@ -1,7 +1,7 @@
-"""Where a parameter lies among processes, and which of them updates it.
+"""Which processes hold a parameter, and which of them updates it.
 
-Ownership goes by whole parameters, so that every matrix is whole where it is updated: of the processes that hold the
-same values one, the owner, keeps the optimizer state and computes the update, and the others receive it.
+Whole parameters are assigned, so that every matrix is whole where it is updated. Of the processes that hold the same
+values, one is the owner: it keeps the optimizer state, computes the update and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class RankGroupLike(Protocol):
-    """An ordered set of processes: `rank` is the own place among `size`; the group of one process is None."""
+    """An ordered set of `size` processes; `rank` is this process's position. With one process, `group` is None."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -22,13 +22,12 @@ class RankGroupLike(Protocol):
 
 
 class ParameterPlacement(NamedTuple):
-    """Of one parameter, as this process holds it.
+    """Where one parameter is held, seen from this process.
 
     Attributes:
         replica_group: the processes that hold the same values.
-        shard_group: the processes that hold the other rows (or experts) of a parameter that is split along
-            its first axis.
-        numel: elements of the largest part; the same number in all of them.
+        shard_group: the processes among which a parameter is split along its first axis (rows or experts).
+        numel: elements of the largest part, the same number on every process.
     """
 
     replica_group: RankGroupLike
@@ -37,8 +36,10 @@ class ParameterPlacement(NamedTuple):
 
 
 def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each of several indivisible things, so that the fullest of `ranks` has little: the largest first,
-    each to the one that has least so far (the lowest number of equals). At most 4/3 of the best possible.
+    """The owner of each parameter (their state takes `sizes` bytes), balanced over `ranks`.
+
+    Greedy: the largest first, each to the rank with the least so far (the lowest rank among equals). The fullest rank
+    holds at most 4/3 of the best possible.
     """
     loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -12,16 +12,16 @@ from .check import positive, require
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up in steps, constant to a token count, cosine down to the floor, constant from there.
+    """Linear warm-up over steps, then constant up to a token count, then cosine decay to the floor, then constant.
 
     Attributes:
         peak: learning rate after warm-up (report: 2.6e-4).
         floor: learning rate at the end of the decay (report: 2.6e-5).
-        warmup_steps: steps of the linear rise; the last of them is the first at the peak (report: 2000).
+        warmup_steps: steps of the linear rise; the last of them runs at the peak (report: 2000).
         constant_until_tokens: tokens seen when the decay starts (report: 28e12).
         decay_until_tokens: tokens seen when it ends (report: 40e12).
-        vision_factor: factor of the vision tower's rate once decay has started; before, the tower is frozen. The report
-            says "smaller" without a number: 0.1 is our choice.
+        vision_factor: multiplies the vision tower's rate once decay has started; until then the tower is frozen. The
+            report says "smaller" without a number; 0.1 is our choice.
 
     Raises ValueError that lists every problem.
     """
@@ -44,8 +44,8 @@ class Schedule:
             ),
             (
                 self.decay_until_tokens >= self.constant_until_tokens,
-                f"constant_until_tokens: must be at most decay_until_tokens={self.decay_until_tokens!r}, which is the "
-                f"length of the run if nothing else was set, got {self.constant_until_tokens!r}",
+                f"constant_until_tokens: must be at most decay_until_tokens={self.decay_until_tokens!r} (the length of "
+                f"the run by default), got {self.constant_until_tokens!r}",
             ),
             (
                 self.vision_factor >= 0,
@@ -55,7 +55,7 @@ class Schedule:
         require("learning-rate schedule", rules)
 
     def lr(self, step: int, tokens: int) -> float:
-        """Learning rate of the step that follows `step` finished steps and `tokens` trained tokens."""
+        """Learning rate of the next step, after `step` finished steps and `tokens` trained tokens."""
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return warmup * self._after_warmup(tokens)
 

@@ -4,8 +4,8 @@ V4.1 report (arXiv 2609.19969), Algorithm 1. The update is the momentum with its
 normalised. Every normalisation multiplies a whole row or column, so the balanced table is diag(r) G diag(c): the
 iteration here updates the two scale vectors by matrix-vector products and touches the table once at the end.
 
-Rows the mask removes (zero rows above all) get no update, so everything after the mask runs on the live rows alone. An
-Engram table sees few of its rows in a step; the rest costs one pass for momentum decay and row norms.
+Rows that the mask removes (mostly zero rows) get no update, so everything after the mask runs on the live rows alone. A
+step touches few rows of an Engram table; the others cost one pass for momentum decay and row norms.
 
 Shapes: a table has m rows and n columns, l <= m of the rows live.
 """
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from .check import positive, require, share
 
-# Elements handled at once where a pass needs temporary copies of a table. On CPU they should stay in the cache (four
-# times faster than with 32 times as many, measured); on GPU a chunk should be worth its launches and spare the memory.
+# Elements processed at once where a pass needs temporary copies of a table. On a CPU they should fit in the cache
+# (measured: four times faster than with 32 times as many); on a GPU a chunk should be large enough to hide its launches
+# and small enough to save memory.
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 Reduce = Callable[[Tensor], Tensor]
@@ -34,10 +35,10 @@ class SinkhornSettings:
     """The numbers of Algorithm 1; the defaults are the report's.
 
     Attributes:
-        momentum: decay b of the momentum average.
-        iterations: normalisations K; odd ones act on rows, even ones on columns.
+        momentum: decay factor b of the momentum average.
+        iterations: number K of normalisations; odd ones act on rows, even ones on columns.
         tau: rows whose norm is at most tau times the mean row norm get no update.
-        eps: added to every norm that divides.
+        eps: added to every norm before dividing by it.
         update_rms: root mean square of a live row's update before the learning rate.
 
     Raises ValueError that lists every problem.
@@ -73,7 +74,7 @@ class Balanced(NamedTuple):
 
 
 def whole(x: Tensor) -> Tensor:
-    """The `Reduce` of a table that is whole on this rank: its sums are already complete."""
+    """The `Reduce` for a table that is whole on this rank: its sums are already complete."""
     return x
 
 
@@ -107,24 +108,24 @@ def row_norms(table: Tensor) -> Tensor:
 
 
 def live_rows(norms: Tensor, tau: float, reduce: Reduce = whole) -> Tensor | None:
-    """Rows the mask keeps: norm > tau * mean over all m rows, from fp64 norms [m]. int64 [l], None if all are kept."""
+    """Rows that the mask keeps, int64 [l], or None for all: norm > tau * mean over all m rows. norms: fp64 [m]."""
     total = reduce(torch.stack([norms.sum(), norms.new_tensor(norms.numel())]))
     rows = (norms > tau * (total[0] / total[1])).nonzero().squeeze(1)
     return None if rows.numel() == norms.numel() else rows
 
 
 def balance(table: Tensor, norms: Tensor, settings: SinkhornSettings, reduce: Reduce = whole) -> Balanced:
-    """Alternately normalise the rows and columns of live rows by way of two scale vectors.
+    """Alternately normalise the rows and columns of the live rows, by means of two scale vectors.
 
-    `table` fp32 [l, n] is overwritten; `norms` fp64 [l] are its row norms, none zero.
+    `table` fp32 [l, n] is overwritten; `norms` fp64 [l] are its row norms, none of them zero.
 
-    The vectors are fp64, so that eps = 1e-20 and the scale of tiny gradients are exact; the products over the table are
-    fp32. A column all of whose entries lie below about 1e-19 of their rows' norms counts as zero, for its squares
-    vanish in fp32.
+    The vectors are fp64, so that eps = 1e-20 and the scale of tiny gradients are exact; products over the table are
+    fp32. A column whose entries are all below about 1e-19 of their rows' norms counts as zero, because its squares
+    underflow in fp32.
     """
-    # Rows are divided by their norms once in fp32: the squares below then neither vanish nor overflow, whatever the
-    # gradient's scale. The scale actually divided by is handed to the row vector, which makes this rewriting exact
-    # rather than an approximation of eps.
+    # Rows are first divided by their norms in fp32, so that the squares below neither underflow nor overflow, whatever
+    # the gradient's scale. The row vector starts from the divisor actually used, so the rewriting is exact, eps
+    # included.
     scale = norms.float()
     table.div_(scale[:, None])
     squares = table.square()
@@ -165,10 +166,10 @@ def _nesterov(momentum: Tensor, grad: Tensor, b: float) -> Tensor:
 
 
 def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = whole) -> Tensor:
-    """sqrt(squares @ weights^2) as fp64, the product in fp32 with the weights brought to at most 1 so that their
+    """sqrt(squares @ weights^2) in fp64. The product runs in fp32, with weights scaled to at most 1 so that their
     squares stay finite.
 
-    `reduce` completes the sums where the summed axis is spread over ranks.
+    `reduce` completes the sums if the summed axis is split over ranks.
     """
     largest = weights.amax() if weights.numel() else weights.new_ones(())
     sums = squares @ (weights / largest).square().float()
@@ -176,7 +177,7 @@ def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = whole) ->
 
 
 def _normalise(scale: Tensor, norms: Tensor, eps: float) -> Tensor:
-    """scale / (norms + eps), but a zero row or column keeps its scale: dividing by eps again and again would overflow
-    for nothing.
+    """scale / (norms + eps), except that a zero row or column keeps its scale, since dividing by eps repeatedly would
+    overflow.
     """
     return torch.where(norms > 0, scale / (norms * scale + eps), scale)
