@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import TextConfig
-from model.kernels import hyper, rope
+from model.kernels import hyper, rope, sparse
 from model.kernels.launch import Launch, recording
 
 # H200, dense bf16 and memory, as the data sheet says.
@@ -84,6 +84,15 @@ def released_launches(tokens: int = 65536) -> list[Launch]:
         rope._rotate(meta(tokens, c.head_dim), turns, False, "fp8")
         rope._rotate(meta(tokens, c.head_dim), turns, False, "fp4")
         rope._rotate(meta(tokens, c.index_n_heads, c.index_head_dim), turns, False, "mxfp4")
+        window_kv, entries = meta(tokens, c.head_dim), meta(tokens, c.head_dim)
+        window_start, sink = meta(tokens, dtype=torch.int64), fp32(c.num_attention_heads)
+        topk_indices = meta(tokens, c.index_topk, dtype=torch.int32)
+        attended = (q, window_kv, window_start, entries, topk_indices, sink)
+        out, mass, lse = sparse._attention(*attended, c.head_dim**-0.5, c.sliding_window)
+        for deterministic in (False, True):
+            sparse._attention_backward(
+                out, *attended, out, lse, c.head_dim**-0.5, c.sliding_window, deterministic
+            )
     return found
 
 

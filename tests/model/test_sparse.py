@@ -4,40 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_inputs import inputs, leaves
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.sparse import CHUNK_ELEMENTS, dense_attention, sparse_attention
-
-
-def inputs(tokens, heads, dim, window, entries, selected, documents=1, seed=0) -> dict:
-    """Random attention inputs; every query gets some of `entries` at random, in any order, the rest -1."""
-    g = torch.Generator().manual_seed(seed)
-    cuts = torch.randperm(tokens - 1, generator=g)[: documents - 1].sort().values + 1 if documents > 1 else []
-    start = torch.zeros(tokens, dtype=torch.int64)
-    for cut in cuts:
-        start[cut:] = cut
-    index = torch.arange(tokens)
-    topk_indices = None
-    if entries:
-        topk_indices = torch.stack([torch.randperm(max(entries, selected), generator=g)[:selected] for _ in index])
-        drop = torch.rand(topk_indices.shape, generator=g) < 0.3
-        topk_indices[drop | (topk_indices >= entries)] = -1
-        topk_indices[0] = -1  # a query that sees none
-        topk_indices = topk_indices.to(torch.int32)
-    return {
-        "q": torch.randn(tokens, heads, dim, generator=g).requires_grad_(),
-        "window_kv": torch.randn(tokens, dim, generator=g).requires_grad_(),
-        "window_start": torch.maximum(start, index - (window - 1)),
-        "entries": torch.randn(entries, dim, generator=g).requires_grad_() if entries else None,
-        "topk_indices": topk_indices,
-        "sink": torch.randn(heads, generator=g).requires_grad_(),
-        "scale": dim**-0.5,
-    }
-
-
-def leaves(arguments: dict) -> list[Tensor]:
-    return [arguments[k] for k in ("q", "window_kv", "entries", "sink") if arguments[k] is not None]
 
 
 def assert_equal_to_dense(arguments: dict, window: int) -> None:

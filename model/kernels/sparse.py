@@ -1,0 +1,383 @@
+"""Attention over a sliding window and selected entries in Triton. See model/sparse.py for what it computes.
+
+A program takes one query with all its heads: the keys of its window and its selected entries are tiles of the same
+rows, gathered by number. Nothing is padded or copied, and the probabilities are recomputed in the backward.
+
+Backward: one kernel goes through the keys of each query (gradient of q, and of selected entries), another through the
+queries of each block of window keys, so that those gradients need no atomics. An entry is selected by many queries:
+its gradient is summed by fp32 atomics, in no fixed order, or, where `torch.use_deterministic_algorithms` asks for it,
+written out for chunks of queries and summed in the order of the queries.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.launch import launch, operator, padded
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Bytes of entry gradients written out at a time where their sums have a fixed order.
+DETERMINISTIC_BYTES = 2**31
+
+
+def sparse_attention(
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor | None]:
+    """As model.sparse.sparse_attention."""
+    if topk_indices is None:
+        entries, topk_indices = window_kv.new_empty(0, window_kv.shape[1]), window_start.new_empty(0, dtype=torch.int32)
+        topk_indices = topk_indices.expand(len(q), 0)
+    tensors = (q, window_kv, window_start, entries, topk_indices, sink)
+    out, mass, _ = _attention(*(x.contiguous() for x in tensors), scale, window)
+    return out, (mass if topk_indices.shape[1] else None)
+
+
+@operator("sparse_attention")
+def _attention(
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor,
+    topk_indices: Tensor,
+    sink: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, mass fp32 [T, K], logarithm to base 2 of the softmax denominators fp32 [T, H])."""
+    tokens, heads, dim = q.shape
+    selected = topk_indices.shape[1]
+    out, lse = torch.empty_like(q), torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    mass = torch.empty(tokens, selected, dtype=torch.float32, device=q.device)
+    launch(
+        _forward_kernel,
+        (tokens,),
+        *(q, window_kv, window_start, entries, topk_indices, sink, out, mass, lse, scale),
+        **_sizes(q, selected),
+        flops=2.0 * tokens * heads * dim * (2 * window + 3 * selected),
+    )
+    return out, mass, lse
+
+
+@operator("sparse_attention_backward")
+def _attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    window_kv: Tensor,
+    window_start: Tensor,
+    entries: Tensor,
+    topk_indices: Tensor,
+    sink: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, window_kv, entries and sink."""
+    tokens, heads, dim = q.shape
+    selected = topk_indices.shape[1]
+    d_q, d_window = torch.empty_like(q), torch.empty_like(window_kv)
+    delta, d_sink = torch.empty_like(lse), torch.empty_like(lse)
+    d_entries = torch.zeros_like(entries, dtype=torch.float32)
+    sizes = _sizes(q, selected)
+    step = max(1, DETERMINISTIC_BYTES // (4 * dim * max(1, selected))) if deterministic else tokens
+    for start in range(0, tokens, max(1, step)):
+        rows = min(step, tokens - start)
+        target = q.new_empty(rows, selected, dim, dtype=torch.float32) if deterministic else d_entries
+        launch(
+            _backward_kernel,
+            (rows,),
+            *(d_out, q, window_kv, window_start, entries, topk_indices, sink, out, lse),
+            *(d_q, target, delta, d_sink, scale, start),
+            **sizes,
+            ATOMIC=not deterministic,
+            flops=2.0 * rows * heads * dim * (3 * window + 5 * selected),
+        )
+        if deterministic and selected:
+            add_in_order(d_entries, target, topk_indices[start : start + rows])
+    launch(
+        _window_backward_kernel,
+        (triton.cdiv(tokens, 64),),
+        *(d_out, q, window_kv, window_start, lse, delta, d_window, scale, tokens, window),
+        **(_shape(q) | {"num_warps": 8, "num_stages": 1}),
+        KEYS_TILE=64,
+        flops=8.0 * tokens * heads * dim * (window + 63),
+    )
+    return d_q, d_window, d_entries.to(entries.dtype), d_sink.sum(0)
+
+
+def _shape(q: Tensor) -> dict:
+    _, heads, dim = q.shape
+    return {"HEADS": heads, "HEADS_TILE": padded(heads, 16), "DIM": dim, "DIM_TILE": padded(dim, 16)}
+
+
+def _sizes(q: Tensor, selected: int) -> dict:
+    sizes = {"SELECTED": selected, "SELECTED_TILE": padded(selected), "KEYS_TILE": 32}
+    return _shape(q) | sizes | {"num_warps": 8, "num_stages": 2}
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    out, mass, lse = output
+    ctx.save_for_backward(*tensors, out, lse)
+    ctx.mark_non_differentiable(mass, lse)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_out: Tensor, *_):
+    q, window_kv, window_start, entries, topk_indices, sink, out, lse = ctx.saved_tensors
+    d_q, d_window, d_entries, d_sink = _attention_backward(
+        d_out.contiguous(),
+        *(q, window_kv, window_start, entries, topk_indices, sink, out, lse),
+        *(ctx.scale, ctx.window, torch.are_deterministic_algorithms_enabled()),
+    )
+    return d_q, d_window, None, d_entries, None, d_sink.to(sink.dtype), None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@operator("add_in_order")
+def _in_order(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """fp32 [N, D]: sums of `rows` [R, D] over order[ends[n-1]:ends[n]], in that order."""
+    out = rows.new_empty(len(ends), rows.shape[1])
+    launch(
+        _in_order_kernel,
+        (len(ends),),
+        *(rows, order, ends, out),
+        DIM=rows.shape[1],
+        DIM_TILE=padded(rows.shape[1]),
+        num_warps=4,
+    )
+    return out
+
+
+def add_in_order(target: Tensor, rows: Tensor, index: Tensor) -> None:
+    """target[index] += rows, sums in the order of the rows: target fp32 [N, D], rows fp32 [..., D], index [...] (-1 =
+    nowhere).
+    """
+    index, order = index.flatten().sort(stable=True)
+    ends = torch.searchsorted(index, torch.arange(len(target), device=index.device, dtype=index.dtype), right=True)
+    first = torch.searchsorted(index, index.new_zeros(1)).expand(1)
+    target += _in_order(rows.flatten(0, -2), order, torch.cat([first, ends]))[1:]
+
+
+@triton.jit
+def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
+    """Tile [len(place), DIM_TILE] of the rows at `place`, int64; zero where they are not seen."""
+    channel = tl.arange(0, DIM_TILE)[None, :]
+    return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
+
+
+@triton.jit
+def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
+    """One past the last place of the row that holds an entry."""
+    place = tl.arange(0, SELECTED_TILE)
+    index = tl.load(indices + place, mask=place < SELECTED, other=-1)
+    return tl.max(tl.where(index >= 0, place + 1, 0), 0)
+
+
+@triton.jit
+def _attend(q, keys, seen, top, total, part, scale):
+    """One tile of keys added to the running softmax: (largest exponent, denominator, sum of keys)."""
+    score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
+    score = tl.where(seen[None, :], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    part = tl.dot(p.to(keys.dtype), keys, acc=part * shrink[:, None], input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, 1), part
+
+
+@triton.jit
+def _forward_kernel(
+    q,
+    window_kv,
+    window_start,
+    entries,
+    topk_indices,
+    sink,
+    out,
+    mass,
+    lse,
+    scale,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    SELECTED: tl.constexpr,
+    SELECTED_TILE: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head, number = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE)
+    row = token * HEADS + head
+    query = _load_rows(q, row, head < HEADS, DIM, DIM_TILE)
+    top = tl.load(sink + head, mask=head < HEADS, other=0.0).to(tl.float32) * LOG2E
+    total = tl.full([HEADS_TILE], 1.0, tl.float32)
+    part = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
+    for at in range(tl.load(window_start + token), token + 1, KEYS_TILE):
+        seen = at + number <= token
+        keys = _load_rows(window_kv, at + number, seen, DIM, DIM_TILE)
+        top, total, part = _attend(query, keys, seen, top, total, part, scale)
+    topk_indices += token * SELECTED
+    if SELECTED:
+        last = _last(topk_indices, SELECTED, SELECTED_TILE)
+        for at in range(0, last, KEYS_TILE):
+            index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1)
+            keys = _load_rows(entries, index.to(tl.int64), index >= 0, DIM, DIM_TILE)
+            top, total, part = _attend(query, keys, index >= 0, top, total, part, scale)
+    channel = tl.arange(0, DIM_TILE)[None, :]
+    here = (head < HEADS)[:, None] & (channel < DIM)
+    tl.store(out + row[:, None] * DIM + channel, (part / total[:, None]).to(out.dtype.element_ty), mask=here)
+    shift = top + tl.log2(total)
+    tl.store(lse + row, shift, mask=head < HEADS)
+    if SELECTED:
+        # the probabilities need the whole denominator: the selected entries once more, from the cache
+        for at in range(0, last, KEYS_TILE):
+            index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1)
+            keys = _load_rows(entries, index.to(tl.int64), index >= 0, DIM, DIM_TILE)
+            score = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
+            real = (index >= 0)[None, :] & (head < HEADS)[:, None]
+            p = tl.where(real, tl.exp2(score - shift[:, None]), 0.0)
+            tl.store(mass + token * SELECTED + at + number, tl.sum(p, 0), mask=at + number < SELECTED)
+        for at in range(tl.cdiv(last, KEYS_TILE) * KEYS_TILE, SELECTED, KEYS_TILE):
+            empty = tl.zeros([KEYS_TILE], tl.float32)
+            tl.store(mass + token * SELECTED + at + number, empty, mask=at + number < SELECTED)
+
+
+@triton.jit
+def _probabilities(q, d_out, keys, seen, shift, delta, scale):
+    """(probabilities, gradient of the scaled scores) [heads, keys]."""
+    score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
+    p = tl.where(seen[None, :], tl.exp2(score - shift[:, None]), 0.0)
+    grad = tl.dot(d_out, tl.trans(keys), input_precision="ieee")
+    return p, p * (grad - delta[:, None])
+
+
+@triton.jit
+def _backward_kernel(
+    d_out,
+    q,
+    window_kv,
+    window_start,
+    entries,
+    topk_indices,
+    sink,
+    out,
+    lse,
+    d_q,
+    d_entries,
+    delta,
+    d_sink,
+    scale,
+    start,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    SELECTED: tl.constexpr,
+    SELECTED_TILE: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """ATOMIC: d_entries fp32 [N, D] is added to. Otherwise it is [rows, K, D], written for the tokens from `start`."""
+    program = tl.program_id(0).to(tl.int64)
+    token = program + start
+    head, number, channel = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE), tl.arange(0, DIM_TILE)[None, :]
+    real = head < HEADS
+    row = token * HEADS + head
+    here = real[:, None] & (channel < DIM)
+    query = _load_rows(q, row, real, DIM, DIM_TILE)
+    grad = _load_rows(d_out, row, real, DIM, DIM_TILE)
+    result = _load_rows(out, row, real, DIM, DIM_TILE)
+    inner = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
+    shift = tl.load(lse + row, mask=real, other=float("inf"))
+    tl.store(delta + row, inner, mask=real)
+    sink_exponent = tl.load(sink + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+    tl.store(d_sink + row, -tl.exp2(sink_exponent - shift) * inner, mask=real)
+    total = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
+    for at in range(tl.load(window_start + token), token + 1, KEYS_TILE):
+        seen = at + number <= token
+        keys = _load_rows(window_kv, at + number, seen, DIM, DIM_TILE)
+        _, d_score = _probabilities(query, grad, keys, seen, shift, inner, scale)
+        total = tl.dot(d_score.to(keys.dtype), keys, acc=total, input_precision="ieee")
+    if SELECTED:
+        topk_indices += token * SELECTED
+        last = _last(topk_indices, SELECTED, SELECTED_TILE)
+        for at in range(0, last, KEYS_TILE):
+            index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1).to(tl.int64)
+            seen = index >= 0
+            keys = _load_rows(entries, index, seen, DIM, DIM_TILE)
+            p, d_score = _probabilities(query, grad, keys, seen, shift, inner, scale)
+            total = tl.dot(d_score.to(keys.dtype), keys, acc=total, input_precision="ieee")
+            d_keys = tl.dot(tl.trans((d_score * scale).to(keys.dtype)), query, input_precision="ieee")
+            d_keys = tl.dot(tl.trans(p.to(keys.dtype)), grad, acc=d_keys, input_precision="ieee")
+            added = seen[:, None] & (channel < DIM)
+            if ATOMIC:
+                tl.atomic_add(d_entries + index[:, None] * DIM + channel, d_keys, mask=added, sem="relaxed")
+            else:
+                place = program * SELECTED + at + number
+                tl.store(d_entries + place[:, None] * DIM + channel, d_keys, mask=added)
+    tl.store(d_q + row[:, None] * DIM + channel, (total * scale).to(d_q.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _window_backward_kernel(
+    d_out,
+    q,
+    window_kv,
+    window_start,
+    lse,
+    delta,
+    d_window,
+    scale,
+    tokens,
+    window,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
+):
+    """The gradient of a block of window keys from the queries that can see it; tiles are [keys, heads]."""
+    first = tl.program_id(0).to(tl.int64) * KEYS_TILE
+    key = first + tl.arange(0, KEYS_TILE)
+    head = tl.arange(0, HEADS_TILE)
+    real = head < HEADS
+    keys = _load_rows(window_kv, key, key < tokens, DIM, DIM_TILE)
+    total = tl.zeros([KEYS_TILE, DIM_TILE], tl.float32)
+    for token in range(first, tl.minimum(first + KEYS_TILE - 1 + window, tokens)):
+        seen = (key <= token) & (key >= tl.load(window_start + token))
+        row = token * HEADS + head
+        query = _load_rows(q, row, real, DIM, DIM_TILE)
+        grad = _load_rows(d_out, row, real, DIM, DIM_TILE)
+        shift = tl.load(lse + row, mask=real, other=float("inf"))
+        inner = tl.load(delta + row, mask=real, other=0.0)
+        score = tl.dot(keys, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
+        p = tl.where(seen[:, None], tl.exp2(score - shift[None, :]), 0.0)
+        d_score = p * (tl.dot(keys, tl.trans(grad), input_precision="ieee") - inner[None, :]) * scale
+        total = tl.dot(p.to(keys.dtype), grad, acc=total, input_precision="ieee")
+        total = tl.dot(d_score.to(keys.dtype), query, acc=total, input_precision="ieee")
+    channel = tl.arange(0, DIM_TILE)[None, :]
+    here = (key < tokens)[:, None] & (channel < DIM)
+    tl.store(d_window + key[:, None] * DIM + channel, total.to(d_window.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _in_order_kernel(rows, order, ends, out, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, DIM_TILE)
+    start = tl.load(ends + program - 1, mask=program > 0, other=0)
+    total = tl.zeros([DIM_TILE], tl.float32)
+    for at in range(start, tl.load(ends + program)):
+        total += tl.load(rows + tl.load(order + at) * DIM + channel, mask=channel < DIM, other=0.0)
+    tl.store(out + program * DIM + channel, total, mask=channel < DIM)
