@@ -3,10 +3,11 @@
 A program takes one query with all its heads: the keys of its window and its selected entries are tiles of the same
 rows, gathered by number. Nothing is padded or copied, and the probabilities are recomputed in the backward.
 
-Backward: one kernel goes through the keys of each query (gradient of q, and of selected entries), another through the
-queries of each block of window keys, so that those gradients need no atomics. An entry is selected by many queries:
-its gradient is summed by fp32 atomics, in no fixed order, or, where `torch.use_deterministic_algorithms` asks for it,
-written out for chunks of queries and summed in the order of the queries.
+Backward: one kernel for the queries, one for blocks of window keys, which goes through the queries that see them, so
+that nothing is added up by several programs, and one for the entries. Each computes the probabilities for itself: all
+gradients in one kernel would need more registers than there are. An entry is selected by many queries: its gradient is
+summed by fp32 atomics, in no fixed order, or, where `torch.use_deterministic_algorithms` asks for it, written out for
+chunks of queries and summed in their order.
 """
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from model.kernels.launch import launch, operator, padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Bytes of a tile of keys, and at most of a query's heads.
+TILE_BYTES = 2**16
 # Bytes of entry gradients written out at a time where their sums have a fixed order.
 DETERMINISTIC_BYTES = 2**31
 
@@ -60,7 +63,9 @@ def _attention(
         _forward_kernel,
         (tokens,),
         *(q, window_kv, window_start, entries, topk_indices, sink, out, mass, lse, scale),
-        **_sizes(q, selected),
+        **_sizes(q),
+        **_selection(selected),
+        num_stages=2,
         flops=2.0 * tokens * heads * dim * (2 * window + 3 * selected),
     )
     return out, mass, lse
@@ -86,42 +91,65 @@ def _attention_backward(
     selected = topk_indices.shape[1]
     d_q, d_window = torch.empty_like(q), torch.empty_like(window_kv)
     delta, d_sink = torch.empty_like(lse), torch.empty_like(lse)
-    d_entries = torch.zeros_like(entries, dtype=torch.float32)
-    sizes = _sizes(q, selected)
+    launch(
+        _query_backward_kernel,
+        (tokens,),
+        *(d_out, q, window_kv, window_start, entries, topk_indices, sink, out, lse, d_q, delta, d_sink, scale),
+        **_sizes(q),
+        **_selection(selected),
+        num_stages=1,
+        flops=6.0 * tokens * heads * dim * (window + selected),
+    )
+    launch(
+        _window_backward_kernel,
+        (triton.cdiv(tokens, _keys_tile(q)),),
+        *(d_out, q, window_kv, window_start, lse, delta, d_window, scale, tokens, window),
+        **_sizes(q),
+        num_stages=1,
+        flops=8.0 * tokens * heads * dim * (window + _keys_tile(q) - 1),
+    )
+    d_entries = q.new_zeros(len(entries) + 1, dim, dtype=torch.float32)  # the last row is for places without an entry
     step = max(1, DETERMINISTIC_BYTES // (4 * dim * max(1, selected))) if deterministic else tokens
-    for start in range(0, tokens, max(1, step)):
+    for start in range(0, tokens if selected else 0, step):
         rows = min(step, tokens - start)
         target = q.new_empty(rows, selected, dim, dtype=torch.float32) if deterministic else d_entries
         launch(
-            _backward_kernel,
+            _entry_backward_kernel,
             (rows,),
-            *(d_out, q, window_kv, window_start, entries, topk_indices, sink, out, lse),
-            *(d_q, target, delta, d_sink, scale, start),
-            **sizes,
+            *(d_out, q, entries, topk_indices, lse, delta, target, scale, start, len(entries)),
+            **_sizes(q, parts=4),
+            **_selection(selected),
             ATOMIC=not deterministic,
-            flops=2.0 * rows * heads * dim * (3 * window + 5 * selected),
+            num_stages=1,
+            flops=8.0 * rows * heads * dim * selected,
         )
-        if deterministic and selected:
-            add_in_order(d_entries, target, topk_indices[start : start + rows])
-    launch(
-        _window_backward_kernel,
-        (triton.cdiv(tokens, 64),),
-        *(d_out, q, window_kv, window_start, lse, delta, d_window, scale, tokens, window),
-        **(_shape(q) | {"num_warps": 8, "num_stages": 1}),
-        KEYS_TILE=64,
-        flops=8.0 * tokens * heads * dim * (window + 63),
-    )
-    return d_q, d_window, d_entries.to(entries.dtype), d_sink.sum(0)
+        if deterministic:
+            add_in_order(d_entries[:-1], target, topk_indices[start : start + rows])
+    return d_q, d_window, d_entries[:-1].to(entries.dtype), d_sink.sum(0)
 
 
-def _shape(q: Tensor) -> dict:
+def supports(q: Tensor) -> bool:
+    """Whether the heads of a query and their gradient fit into shared memory together: 64 heads of 512 in 16 bits."""
     _, heads, dim = q.shape
-    return {"HEADS": heads, "HEADS_TILE": padded(heads, 16), "DIM": dim, "DIM_TILE": padded(dim, 16)}
+    return padded(heads, 16) * padded(dim, 16) * q.element_size() <= TILE_BYTES
 
 
-def _sizes(q: Tensor, selected: int) -> dict:
-    sizes = {"SELECTED": selected, "SELECTED_TILE": padded(selected), "KEYS_TILE": 32}
-    return _shape(q) | sizes | {"num_warps": 8, "num_stages": 2}
+def _sizes(q: Tensor, parts: int = 0) -> dict:
+    """Constants of the kernels. With `parts`, rows lie in that many tiles, but none has fewer than 16 channels."""
+    _, heads, dim = q.shape
+    tile = padded(dim, 16)
+    parts = min(parts, tile // 16)
+    columns = {"PARTS": parts, "PART": tile // parts} if parts else {"DIM_TILE": tile}
+    shape = {"HEADS": heads, "HEADS_TILE": padded(heads, 16), "DIM": dim, "KEYS_TILE": _keys_tile(q)}
+    return shape | columns | {"num_warps": 8}
+
+
+def _keys_tile(q: Tensor) -> int:
+    return min(64, TILE_BYTES // (padded(q.shape[2], 16) * q.element_size()))
+
+
+def _selection(selected: int) -> dict:
+    return {"SELECTED": selected, "SELECTED_TILE": padded(selected)}
 
 
 def _save(ctx, inputs, output) -> None:
@@ -186,6 +214,16 @@ def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
 
 
 @triton.jit
+def _product(a, b, total, scale):
+    """total + a @ b. The condition always holds: inside it the compiler does not see that one product goes into
+    another. If it did, it would have both groups of four warps compute whole tiles.
+    """
+    if scale != 0:
+        total = tl.dot(a, b, acc=total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _attend(q, keys, seen, top, total, part, scale):
     """One tile of keys added to the running softmax: (largest exponent, denominator, sum of keys)."""
     score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
@@ -193,7 +231,7 @@ def _attend(q, keys, seen, top, total, part, scale):
     new_top = tl.maximum(top, tl.max(score, 1))
     p = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    part = tl.dot(p.to(keys.dtype), keys, acc=part * shrink[:, None], input_precision="ieee")
+    part = _product(p.to(keys.dtype), keys, part * shrink[:, None], scale)
     return new_top, total * shrink + tl.sum(p, 1), part
 
 
@@ -255,16 +293,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _probabilities(q, d_out, keys, seen, shift, delta, scale):
-    """(probabilities, gradient of the scaled scores) [heads, keys]."""
-    score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
-    p = tl.where(seen[None, :], tl.exp2(score - shift[:, None]), 0.0)
-    grad = tl.dot(d_out, tl.trans(keys), input_precision="ieee")
-    return p, p * (grad - delta[:, None])
-
-
-@triton.jit
-def _backward_kernel(
+def _query_backward_kernel(
     d_out,
     q,
     window_kv,
@@ -275,27 +304,24 @@ def _backward_kernel(
     out,
     lse,
     d_q,
-    d_entries,
     delta,
     d_sink,
     scale,
-    start,
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
     SELECTED: tl.constexpr,
     SELECTED_TILE: tl.constexpr,
-    KEYS_TILE: tl.constexpr,
-    ATOMIC: tl.constexpr,
 ):
-    """ATOMIC: d_entries fp32 [N, D] is added to. Otherwise it is [rows, K, D], written for the tokens from `start`."""
-    program = tl.program_id(0).to(tl.int64)
-    token = program + start
-    head, number, channel = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE), tl.arange(0, DIM_TILE)[None, :]
+    """The gradient of one query and its part of the sink's; delta, which the softmax gradient subtracts, for the other
+    two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head, number = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE)
     real = head < HEADS
     row = token * HEADS + head
-    here = real[:, None] & (channel < DIM)
     query = _load_rows(q, row, real, DIM, DIM_TILE)
     grad = _load_rows(d_out, row, real, DIM, DIM_TILE)
     result = _load_rows(out, row, real, DIM, DIM_TILE)
@@ -308,26 +334,111 @@ def _backward_kernel(
     for at in range(tl.load(window_start + token), token + 1, KEYS_TILE):
         seen = at + number <= token
         keys = _load_rows(window_kv, at + number, seen, DIM, DIM_TILE)
-        _, d_score = _probabilities(query, grad, keys, seen, shift, inner, scale)
-        total = tl.dot(d_score.to(keys.dtype), keys, acc=total, input_precision="ieee")
+        total = _add_query_gradient(total, query, grad, keys, seen, shift, inner, scale)
     if SELECTED:
         topk_indices += token * SELECTED
         last = _last(topk_indices, SELECTED, SELECTED_TILE)
         for at in range(0, last, KEYS_TILE):
-            index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1).to(tl.int64)
-            seen = index >= 0
-            keys = _load_rows(entries, index, seen, DIM, DIM_TILE)
-            p, d_score = _probabilities(query, grad, keys, seen, shift, inner, scale)
-            total = tl.dot(d_score.to(keys.dtype), keys, acc=total, input_precision="ieee")
-            d_keys = tl.dot(tl.trans((d_score * scale).to(keys.dtype)), query, input_precision="ieee")
-            d_keys = tl.dot(tl.trans(p.to(keys.dtype)), grad, acc=d_keys, input_precision="ieee")
-            added = seen[:, None] & (channel < DIM)
-            if ATOMIC:
-                tl.atomic_add(d_entries + index[:, None] * DIM + channel, d_keys, mask=added, sem="relaxed")
-            else:
-                place = program * SELECTED + at + number
-                tl.store(d_entries + place[:, None] * DIM + channel, d_keys, mask=added)
+            index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1)
+            keys = _load_rows(entries, index.to(tl.int64), index >= 0, DIM, DIM_TILE)
+            total = _add_query_gradient(total, query, grad, keys, index >= 0, shift, inner, scale)
+    channel = tl.arange(0, DIM_TILE)[None, :]
+    here = real[:, None] & (channel < DIM)
     tl.store(d_q + row[:, None] * DIM + channel, (total * scale).to(d_q.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _add_query_gradient(total, query, grad, keys, seen, shift, inner, scale):
+    empty = tl.zeros([query.shape[0], keys.shape[0]], tl.float32)
+    score = _product(query, tl.trans(keys), empty, scale) * (scale * LOG2E)
+    p = tl.where(seen[None, :], tl.exp2(score - shift[:, None]), 0.0)
+    d_score = p * (_product(grad, tl.trans(keys), empty, scale) - inner[:, None])
+    return tl.dot(d_score.to(keys.dtype), keys, acc=total, input_precision="ieee")
+
+
+@triton.jit
+def _add_key_gradient(total, query, grad, keys, seen, shift, inner, scale):
+    """Tiles are [keys, heads]; seen [keys]."""
+    empty = tl.zeros([keys.shape[0], query.shape[0]], tl.float32)
+    score = _product(keys, tl.trans(query), empty, scale) * (scale * LOG2E)
+    p = tl.where(seen[:, None], tl.exp2(score - shift[None, :]), 0.0)
+    d_score = p * (_product(keys, tl.trans(grad), empty, scale) - inner[None, :]) * scale
+    total = _product(p.to(keys.dtype), grad, total, scale)
+    return _product(d_score.to(keys.dtype), query, total, scale)
+
+
+@triton.jit
+def _entry_backward_kernel(
+    d_out,
+    q,
+    entries,
+    topk_indices,
+    lse,
+    delta,
+    d_entries,
+    scale,
+    start,
+    none,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
+    SELECTED: tl.constexpr,
+    SELECTED_TILE: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """The gradients that one query gives its entries.
+
+    ATOMIC: d_entries fp32 [N + 1, D] is added to; its last row, `none`, takes what belongs to no entry. Otherwise it is
+    [rows, K, D], written for the tokens from `start`. Rows lie in PARTS tiles [., PART], so that the results, which
+    have to be rearranged in shared memory, leave room for the rest.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    token = program + start
+    head, number = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE)
+    real = head < HEADS
+    row = token * HEADS + head
+    query = _load_parts(q, row, real, DIM, PART, PARTS)
+    grad = _load_parts(d_out, row, real, DIM, PART, PARTS)
+    shift = tl.load(lse + row, mask=real, other=float("inf"))
+    inner = tl.load(delta + row, mask=real, other=0.0)
+    topk_indices += token * SELECTED
+    for at in range(0, _last(topk_indices, SELECTED, SELECTED_TILE), KEYS_TILE):
+        index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1).to(tl.int64)
+        seen = index >= 0
+        keys = _load_parts(entries, index, seen, DIM, PART, PARTS)
+        score, d_score = tl.zeros([KEYS_TILE, HEADS_TILE], tl.float32), tl.zeros([KEYS_TILE, HEADS_TILE], tl.float32)
+        for part in tl.static_range(PARTS):
+            score = _product(keys[part], tl.trans(query[part]), score, scale)
+            d_score = _product(keys[part], tl.trans(grad[part]), d_score, scale)
+        p = tl.where(seen[:, None], tl.exp2(score * (scale * LOG2E) - shift[None, :]), 0.0)
+        d_score = (p * (d_score - inner[None, :]) * scale).to(keys[0].dtype)
+        for part in tl.static_range(PARTS):
+            total = _product(p.to(keys[0].dtype), grad[part], tl.zeros([KEYS_TILE, PART], tl.float32), scale)
+            total = _product(d_score, query[part], total, scale)
+            channel = part * PART + tl.arange(0, PART)[None, :]
+            if ATOMIC:
+                target = d_entries + tl.where(seen, index, none)[:, None] * DIM + channel
+                if PART * PARTS == DIM:  # without conditions, for which there are no registers
+                    tl.atomic_add(target, total, sem="relaxed")
+                else:
+                    tl.atomic_add(target, total, mask=channel < DIM, sem="relaxed")
+            else:
+                target = d_entries + (program * SELECTED + at + number)[:, None] * DIM + channel
+                tl.store(target, total, mask=(at + number < SELECTED)[:, None] & (channel < DIM))
+
+
+@triton.jit
+def _load_parts(rows, place, seen, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """As _load_rows, PARTS tiles [len(place), PART] side by side."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        channel = part * PART + tl.arange(0, PART)[None, :]
+        tile = tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
+        parts = parts + (tile,)
+    return parts
 
 
 @triton.jit
@@ -348,7 +459,7 @@ def _window_backward_kernel(
     DIM_TILE: tl.constexpr,
     KEYS_TILE: tl.constexpr,
 ):
-    """The gradient of a block of window keys from the queries that can see it; tiles are [keys, heads]."""
+    """The gradient of a block of window keys from the queries that can see it."""
     first = tl.program_id(0).to(tl.int64) * KEYS_TILE
     key = first + tl.arange(0, KEYS_TILE)
     head = tl.arange(0, HEADS_TILE)
@@ -362,11 +473,7 @@ def _window_backward_kernel(
         grad = _load_rows(d_out, row, real, DIM, DIM_TILE)
         shift = tl.load(lse + row, mask=real, other=float("inf"))
         inner = tl.load(delta + row, mask=real, other=0.0)
-        score = tl.dot(keys, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
-        p = tl.where(seen[:, None], tl.exp2(score - shift[None, :]), 0.0)
-        d_score = p * (tl.dot(keys, tl.trans(grad), input_precision="ieee") - inner[None, :]) * scale
-        total = tl.dot(p.to(keys.dtype), grad, acc=total, input_precision="ieee")
-        total = tl.dot(d_score.to(keys.dtype), query, acc=total, input_precision="ieee")
+        total = _add_key_gradient(total, query, grad, keys, seen, shift, inner, scale)
     channel = tl.arange(0, DIM_TILE)[None, :]
     here = (key < tokens)[:, None] & (channel < DIM)
     tl.store(d_window + key[:, None] * DIM + channel, total.to(d_window.dtype.element_ty), mask=here)

@@ -90,10 +90,20 @@ def released_launches(tokens: int = 65536) -> list[Launch]:
         attended = (q, window_kv, window_start, entries, topk_indices, sink)
         out, mass, lse = sparse._attention(*attended, c.head_dim**-0.5, c.sliding_window)
         for deterministic in (False, True):
-            sparse._attention_backward(
-                out, *attended, out, lse, c.head_dim**-0.5, c.sliding_window, deterministic
-            )
-    return found
+            sparse._attention_backward(out, *attended, out, lse, c.head_dim**-0.5, c.sliding_window, deterministic)
+    return _different(found)
+
+
+def _different(launches: list[Launch]) -> list[Launch]:
+    """Without those that repeat a kernel with the same types and constants (a loop over chunks)."""
+
+    def key(launch: Launch) -> str:
+        tensors = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
+        constants = {p.name: tensors[p.name] for p in launch.kernel.params if p.is_constexpr}
+        kinds = [v for v in tensors.values() if isinstance(v, torch.dtype)]
+        return f"{launch.kernel.__name__} {constants} {kinds}"
+
+    return list({key(launch): launch for launch in reversed(launches)}.values())[::-1]
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:
@@ -141,8 +151,12 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         report = subprocess.run(
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
-    use = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+    use = [
+        {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
+        for line in report.splitlines()
+        if "REG:" in line
+    ]
+    return max(u["REG"] for u in use), max(u["STACK"] + u["LOCAL"] for u in use)
 
 
 def main(arguments: list[str]) -> None:

@@ -17,8 +17,9 @@ pytest.importorskip("triton", reason="the package triton is not installed: pip i
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARED_LIMIT = 227 * 1024
-# Bytes of local memory a thread that are allowed, and why.
-ALLOWED_SPILLS: dict[str, int] = {}
+# Bytes of local memory a thread that are allowed. The fp32 result of 64 x 512 takes 128 of 255 registers in these; what
+# does not fit are addresses and descriptors, which do not change in their loops and are read again there.
+ALLOWED_SPILLS = {"forward": 264, "query_backward": 592, "window_backward": 824, "entry_backward": 448}
 
 
 @pytest.fixture(scope="module")

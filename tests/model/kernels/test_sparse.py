@@ -56,6 +56,7 @@ def test_nothing_selected(device: str) -> None:
     assert_equal(ours[:1], theirs[:1], leaves(arguments))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of numpy, in what is masked afterwards
 def test_large_scores_do_not_overflow(device: str) -> None:
     arguments = moved(inputs(10, 2, 8, 5, 12, 4), device)
     arguments["q"] = (arguments["q"].detach() * 200).requires_grad_()
@@ -82,3 +83,8 @@ def test_operators_hold_what_pytorch_asks_of_them(device: str) -> None:
     arguments = (a["q"], a["window_kv"], a["window_start"], a["entries"], a["topk_indices"], a["sink"], 0.3, 3)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fast._attention, arguments, test_utils=checks)
+
+
+def test_supports_the_released_heads_in_16_bits_only() -> None:
+    heads = torch.empty(3, 64, 512, device="meta")
+    assert fast.supports(heads.bfloat16()) and not fast.supports(heads) and fast.supports(heads[:, :32])
