@@ -13,11 +13,12 @@ Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from model.cache.step import LayerCache
 from model.config import ForwardOptions, TextConfig
 from model.indexer import Indexer, IndexerLossInputs, select, select_from_candidates
 from model.layout import Entries, SequenceLayout
@@ -25,9 +26,6 @@ from model.norm import RMSNorm
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
-
-if TYPE_CHECKING:
-    from model.cache.cache import LayerCache
 
 
 @dataclass(frozen=True)

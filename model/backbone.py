@@ -1,12 +1,12 @@
 """The V4.1 transformer: embedding -> n residual streams -> blocks -> collapse -> norm -> head.
 
-Read this first; then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py; cache.py and generate.py.
+Read this first; `model/__init__.py` says what to read next.
 Shapes: B rows, S positions, T real tokens of the flattened batch, n streams, d hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, CrossLayerState
-from model.cache.cache import LayerCache, Step
+from model.cache.step import LayerCache, Step
 from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig
-from model.engram import Engram, check_token_map, engram_rows
+from model.engram import Engram, engram_rows
 from model.hyper import HyperConnection, collapse, expand
-from model.indexer import IndexerLossInputs, indexer_loss
-from model.init import init_weights
+from model.indexer import IndexerLossInputs
 from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
 from model.loss import Objective, cross_entropy_sum, next_token_targets
-from model.moe import MoE, Routing, check_routing, expert_load, sequence_balance
+from model.moe import MoE, Routing, check_routing
 from model.norm import RMSNorm
-from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
+from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.parallel.tables import Head, Lookup, Table
+from model.training_losses import LossDenominators, Losses, count_denominators, training_losses
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
@@ -120,54 +120,16 @@ class Block(nn.Module):
 
 
 class BackboneOutput(NamedTuple):
-    """A whole pass over the blocks: hidden [T, d] after the final norm, what every block reports, and the streams
-    entering each block if they are asked for (without gradients nothing else keeps them).
+    """A whole pass over the blocks: hidden [T, d] after the final norm; what every block reports, but for the attention
+    masses, which are summed by index source over the layers that use its selection; the streams entering each block if
+    they are asked for (without gradients nothing else keeps them).
     """
 
     hidden: Tensor
     blocks: list[BlockOutput]
+    attention_mass: dict[int, Tensor]
+    dense_attention_mass: dict[int, Tensor]
     streams: list[Tensor]
-
-
-@dataclass(frozen=True)
-class LossDenominators:
-    """Counts over a whole optimizer step (all micro-batches, all ranks) that its losses are divided by.
-
-    supervised: targets; num_tokens: non-padding tokens; index_queries int64 [index sources]: supervised queries that
-    see an entry.
-    """
-
-    supervised: Tensor
-    num_tokens: Tensor
-    index_queries: Tensor
-
-    def __add__(self, other: LossDenominators) -> LossDenominators:
-        return LossDenominators.from_tensor(self.to_tensor() + other.to_tensor())
-
-    def to_tensor(self) -> Tensor:
-        """int64 [2 + index sources], for an all-reduce."""
-        return torch.cat([self.supervised.reshape(1), self.num_tokens.reshape(1), self.index_queries])
-
-    @classmethod
-    def from_tensor(cls, flat: Tensor) -> LossDenominators:
-        return cls(flat[0], flat[1], flat[2:])
-
-
-class Losses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators:
-    micro-batches add up.
-
-    The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum
-    and index_queries per index source, expert_load int64 [layers, 2, E] (text, image).
-    """
-
-    total: Tensor
-    lm_sum: Tensor
-    supervised: Tensor
-    balance_sum: Tensor
-    index_kl_sum: Tensor
-    index_queries: Tensor
-    expert_load: Tensor
 
 
 @dataclass
@@ -242,7 +204,7 @@ class DeepseekV41(nn.Module):
         """
         layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
-        trace = self._run_backbone(*inputs, keep_streams=output_hidden_states)
+        trace = self.run_backbone(*inputs, keep_streams=output_hidden_states)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if output_hidden_states else None
         if logits_to_keep and labels is None:
             return Output(self.head(layout.unflatten(trace.hidden)[:, -logits_to_keep:]), None, streams)
@@ -271,7 +233,7 @@ class DeepseekV41(nn.Module):
         """
         layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, None)
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types)
-        trace = self._run_backbone(*inputs, for_drafter=layers)
+        trace = self.run_backbone(*inputs, for_drafter=layers)
         return Features(layout, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
 
     def loss_denominators(
@@ -279,15 +241,7 @@ class DeepseekV41(nn.Module):
     ) -> LossDenominators:
         """What this batch adds to the step's denominators; costs no forward."""
         layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        supervised = self._targets(labels, layout) >= 0
-        queries = [
-            (supervised & (layout.position + 1 >= self.config.text.ratio(layer))).sum()
-            for layer in self.config.text.index_source_layer_ids
-        ]
-        real = torch.tensor(layout.tokens, device=supervised.device)
-        return LossDenominators(
-            supervised.sum(), real, torch.stack(queries) if queries else supervised.new_zeros(0, dtype=torch.int64)
-        )
+        return count_denominators(self.config.text, layout, self._targets(labels, layout) >= 0)
 
     def losses(
         self,
@@ -313,7 +267,7 @@ class DeepseekV41(nn.Module):
         layout = self._build_layout(
             input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens
         )
-        trace = self._run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
+        trace = self.run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = self._targets(labels, layout)
         supervised = targets >= 0
         rows = supervised.nonzero().flatten()
@@ -325,20 +279,15 @@ class DeepseekV41(nn.Module):
         else:
             places = rows if layout.gather is None else layout.gather.index_select(0, rows)
             lm_sum = objective(hidden, self.head.whole(), targets.index_select(0, rows), places + 1)
-        balance_sum = sum(sequence_balance(block.routing, layout) for block in trace.blocks)
-        kl_sum, queries = self._indexer_losses(trace.blocks, supervised)
-        weights = self.loss_weights
-        total = lm_sum / denominators.supervised.clamp(min=1)
-        total = total + weights.router_balance * balance_sum / denominators.num_tokens.clamp(min=1)
-        total = total + weights.indexer_kl * (kl_sum / denominators.index_queries.clamp(min=1)).sum()
-        return Losses(
-            total=total,
-            lm_sum=lm_sum.detach(),
-            supervised=supervised.sum(),
-            balance_sum=balance_sum.detach(),
-            index_kl_sum=kl_sum.detach(),
-            index_queries=queries,
-            expert_load=torch.stack([expert_load(block.routing, layout.image) for block in trace.blocks]),
+        return training_losses(
+            lm_sum,
+            supervised,
+            [block.routing for block in trace.blocks],
+            [(trace.blocks[source].indexer_loss_inputs, mass) for source, mass in trace.attention_mass.items()],
+            layout,
+            self.loss_weights,
+            denominators,
+            self.runtime.train_indexer,
         )
 
     def router_biases(self) -> list[tuple[Tensor, Tensor]]:
@@ -369,7 +318,7 @@ class DeepseekV41(nn.Module):
             raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{vocabulary - 1}")
         return next_token_targets(flat, layout.document)
 
-    def _run_backbone(
+    def run_backbone(
         self,
         input_ids,
         layout: SequenceLayout,
@@ -388,14 +337,20 @@ class DeepseekV41(nn.Module):
         layers = range(self.config.text.num_hidden_layers)
         lookups = self.look_up(layers, tokens, layout)
         state, streams, blocks = self.init_streams(x), [], []
+        mass: dict[int, Tensor] = {}
+        dense_mass: dict[int, Tensor] = {}
         for layer in layers:
             replay = None if routing is None else routing[:, layer]
             if keep_streams:
                 streams.append(state.streams)
             result = self.run_block(layer, state, lookups, layout, replay, for_drafter=layer in for_drafter)
             state = result.state
-            blocks.append(result._replace(state=None))
-        return BackboneOutput(self.final_hidden(state), blocks, streams)
+            for sums, part in ((mass, result.attention_mass), (dense_mass, result.dense_attention_mass)):
+                if part is not None:
+                    source = self.config.text.index_source(layer)
+                    sums[source] = sums[source] + part if source in sums else part
+            blocks.append(result._replace(state=None, attention_mass=None, dense_attention_mass=None))
+        return BackboneOutput(self.final_hidden(state), blocks, mass, dense_mass, streams)
 
     def look_up(
         self, layers: Container[int], tokens: Tensor, layout: SequenceLayout, step: Step | None = None
@@ -481,121 +436,3 @@ class DeepseekV41(nn.Module):
         for kind, vector in ((START, self.image_start), (NEWLINE, self.image_newline), (END, self.image_end)):
             x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
-
-    def _indexer_losses(self, blocks: list[BlockOutput], supervised: Tensor) -> tuple[Tensor, Tensor]:
-        """(KL summed over queries [index sources], queries int64 [index sources]); the attention mass of the
-        layers that use a source is its target.
-        """
-        sums, queries = [], []
-        for source in self.config.text.index_source_layer_ids:
-            indexer_loss_inputs = blocks[source].indexer_loss_inputs
-            followers = [
-                b.attention_mass for layer, b in enumerate(blocks) if self.config.text.index_source(layer) == source
-            ]
-            queries.append((supervised & (indexer_loss_inputs.topk_indices >= 0).any(-1)).sum())
-            if self.runtime.train_indexer and self.loss_weights.indexer_kl:
-                sums.append(indexer_loss(indexer_loss_inputs, torch.stack(followers).sum(0), supervised))
-            else:
-                sums.append(
-                    0.0
-                    * (
-                        indexer_loss_inputs.query.q.sum()
-                        + indexer_loss_inputs.query.weights.sum()
-                        + indexer_loss_inputs.keys.sum()
-                    ).float()
-                )
-        if not sums:
-            return supervised.new_zeros(0, dtype=torch.float32), supervised.new_zeros(0, dtype=torch.int64)
-        return torch.stack(sums), torch.stack(queries)
-
-
-def build_model(
-    config: ModelConfig,
-    runtime: ForwardOptions | None = None,
-    token_map: Tensor | None = None,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    parallel: Parallel = ONE_PROCESS,
-    loss_weights: LossWeights | None = None,
-) -> DeepseekV41:
-    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
-    seconds.
-
-    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases). `parallel`
-    makes this rank's part of the model; its weights are those that one process would draw. Raises ValueError if the
-    experts cannot be split so.
-    """
-    model = allocate_model(config, runtime, token_map, device, dtype, parallel, loss_weights)
-    if torch.device(device).type != "meta":
-        init_weights(model, seed)
-    return model
-
-
-def allocate_model(
-    config: ModelConfig,
-    runtime: ForwardOptions | None,
-    token_map: Tensor | None,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    parallel: Parallel = ONE_PROCESS,
-    loss_weights: LossWeights | None = None,
-) -> DeepseekV41:
-    """A model whose parameters are allocated on `device` but not yet written."""
-    if torch.device(device).type != "meta" or token_map is not None:
-        check_token_map(config.text, token_map)
-    with torch.device("meta"):
-        model = DeepseekV41(config, runtime, parallel, loss_weights)
-    model = cast_model(model, dtype).to_empty(device=device)
-    mark_shards(model)
-    model.token_map = None if token_map is None else token_map.to(device)
-    return model
-
-
-@torch.no_grad()
-def indexer_recall(
-    model: DeepseekV41, batch: dict[str, Tensor], reduce: Callable[[Tensor], Tensor] = lambda sums: sums
-) -> Tensor:
-    """How much of the best possible attention mass each index source's selection holds: fp32 [index sources], in 0..1.
-
-    Ground truth is dense attention over all visible entries, in the layers that use the selection (mass summed over
-    heads and layers). Recall of a query: mass on its selected entries over the mass on its true top-k; averaged over
-    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch. `reduce`
-    completes the sums where each process has a part of it.
-    """
-    text, runtime = model.config.text, model.runtime
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    pixels = (inputs.pop("pixel_values", None), inputs.pop("image_grid_hws", None))
-    layout = build_layout(text, **inputs)
-    model.runtime = replace(runtime, probe=True)
-    try:
-        blocks = model._run_backbone(batch["input_ids"], layout, *pixels, batch.get("vision_token_types")).blocks
-    finally:
-        model.runtime = runtime
-    recalls = []
-    for source in text.index_source_layer_ids:
-        users = [b.dense_attention_mass for layer, b in enumerate(blocks) if text.index_source(layer) == source]
-        truth = torch.stack(users).sum(0)
-        chosen = blocks[source].indexer_loss_inputs.topk_indices
-        seen = layout.entries[text.ratio(source)]
-        rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()
-        truth, chosen = truth[rows], chosen[rows].long()
-        held = (truth.gather(1, chosen.clamp(min=0)) * (chosen >= 0)).sum(-1)
-        best = truth.topk(min(text.index_topk, truth.shape[1]), dim=-1).values.sum(-1)
-        share = held / best.clamp(min=torch.finfo(torch.float32).tiny)
-        recalls.append(torch.stack([share.sum(), share.new_tensor(share.numel())]))
-    if not recalls:
-        return torch.empty(0)
-    total, number = reduce(torch.stack(recalls)).unbind(-1)
-    return total / number
-
-
-FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")
-
-
-def cast_model(model: DeepseekV41, dtype: torch.dtype) -> DeepseekV41:
-    """Cast parameters to `dtype`, keeping what must stay fp32."""
-    for name, tensor in model.named_parameters():
-        if not any(part in name for part in FP32_NAMES):
-            tensor.data = tensor.data.to(dtype)
-    return model

@@ -28,9 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.backbone import Block, BlockState, DeepseekV41, Features, allocate_model, cast_model
-from model.cache.cache import Cache, Step
-from model.checkpoint.checkpoint import load_weights, released_tensors
+from model.backbone import Block, BlockState, DeepseekV41, Features
+from model.build import allocate_model, cast_model
+from model.cache.pages import Cache
+from model.cache.step import Step
+from model.checkpoint.load import load_weights
+from model.checkpoint.names import released_tensors
 from model.checkpoint.released import read_headers
 from model.config import ForwardOptions, ModelConfig, TextConfig, drafter_problems
 from model.hyper import collapse, expand
@@ -605,9 +608,9 @@ def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
     """A freshly initialised drafter for a backbone, on its device and in its precision. Raises ValueError that lists
     what its configuration lacks for one.
     """
-    drafter = allocate_drafter(backbone)
+    drafter, text = allocate_drafter(backbone), backbone.config.text
     if backbone.embed.weight.device.type != "meta":
-        init_weights(drafter, seed)
+        init_weights(drafter, text.initializer_range, text.hc_mult, seed)
     return drafter
 
 

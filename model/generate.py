@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from model.backbone import DeepseekV41
-from model.cache.cache import Cache, Step
+from model.cache.pages import Cache
+from model.cache.step import Step
 from model.dspark import Draft, Drafter
 from model.layout import build_layout
 

@@ -29,10 +29,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils import ModelOutput
 
-from model.backbone import DeepseekV41, build_model
-from model.cache.cache import Cache, Step
-from model.checkpoint.checkpoint import COMPANIONS, SCALES, SHARD_BYTES, load_pretrained, own_state, save_pretrained
+from model.backbone import DeepseekV41
+from model.build import build_model
+from model.cache.pages import Cache
+from model.cache.step import Step
+from model.checkpoint.load import load_pretrained
+from model.checkpoint.names import COMPANIONS, SCALES, own_state
 from model.checkpoint.released import INDEX, is_quantised
+from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
 from model.engram import build_token_map
 

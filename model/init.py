@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from model.backbone import DeepseekV41
-    from model.dspark import Drafter
+from torch import Tensor, nn
 
 
 @torch.no_grad()
-def init_weights(model: DeepseekV41 | Drafter, seed: int) -> None:
-    """Initialise every parameter and buffer in place, in name order, from one generator per device.
+def init_weights(model: nn.Module, std: float, n: int, seed: int) -> None:
+    """Initialise every parameter and every router bias of a model of n streams in place, in name order, from one
+    generator.
 
-    Matrices, embeddings and Engram tables: normal(0, initializer_range). Norm weights and Engram key and query
+    Matrices, embeddings and Engram tables: normal(0, std). Norm weights and Engram key and query
     weights: 1. Biases, sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal
     shares, so `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent part at a hundredth
     of its scale. A shard gets the entries that the whole parameter would have there.
     """
-    text = model.config.text
-    n = text.hc_mult
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         leaf = name.rsplit(".", 1)[-1]
@@ -38,10 +32,10 @@ def init_weights(model: DeepseekV41 | Drafter, seed: int) -> None:
         elif leaf in ("bias", "attn_sink"):
             parameter.zero_()
         else:
-            _draw_normal(parameter, text.initializer_range, generator)
-    for bias, bias_vl in model.router_biases():
-        bias.zero_()
-        bias_vl.zero_()
+            _draw_normal(parameter, std, generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith((".gate.bias", ".gate.bias_vl")):
+            buffer.zero_()
 
 
 # Entries drawn at once. A multiple of 16: the CPU generator makes normal numbers in blocks of 16, so that drawing in

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.layout import SequenceLayout
-from model.parallel.ranks import RankGroup, exchange, exchange_counts, expert_shard
+from model.parallel.exchange import exchange, exchange_counts
+from model.parallel.ranks import RankGroup, expert_shard
 
 
 class Routing(NamedTuple):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from data import build_loaders, load_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
-from model.checkpoint.checkpoint import check_packable
+from model.checkpoint.names import check_packable
 from model.engram import build_token_map
 from model.parallel.ranks import RankGroup
 from optim import Optimizer, ParameterPlacement, assign

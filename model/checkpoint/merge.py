@@ -11,9 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from model.backbone import allocate_model
-from model.checkpoint.checkpoint import SHARD_BYTES, open_checkpoint, released_tensors, whole_folder, write_checkpoint
+from model.build import allocate_model
+from model.checkpoint.load import open_checkpoint
+from model.checkpoint.names import released_tensors
 from model.checkpoint.released import TensorSource
+from model.checkpoint.save import SHARD_BYTES, whole_folder, write_checkpoint
 from model.config import ModelConfig
 
 Sources = Mapping[str, TensorSource]  # every tensor of a checkpoint by its released name

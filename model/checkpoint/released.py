@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.parallel.collective_errors import ALONE, all_or_none, gather_objects
-from model.parallel.ranks import RankGroup
+from model.parallel.collective_errors import all_or_none, gather_objects
+from model.parallel.ranks import ONE_RANK, RankGroup
 from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, Packing, pack, unpack
 
 INDEX = "model.safetensors.index.json"
@@ -285,7 +285,7 @@ def packed(source: TensorSource, packing: Packing) -> list[Stored]:
     ]
 
 
-def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: RankGroup = ALONE) -> int:
+def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: RankGroup = ONE_RANK) -> int:
     """Write bundles of tensors into shards of at most `shard_bytes` (a larger bundle is alone) with an index, or into
     the single file where one is enough. Tensors of a bundle stay together. Returns the bytes of all tensors.
 
@@ -313,7 +313,7 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
     return total
 
 
-def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ALONE) -> None:
+def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ONE_RANK) -> None:
     """Safetensors files, each process its own rows, block by block (the library's own writer wants all of a file in
     memory). On the disk when this returns. Raises, in every process, if one of them fails or a row is nobody's.
     """

@@ -10,8 +10,6 @@ from torch.distributed import all_gather_object
 
 from model.parallel.ranks import RankGroup
 
-ALONE = RankGroup()
-
 
 @contextmanager
 def all_or_none(ranks: RankGroup) -> Iterator[None]:

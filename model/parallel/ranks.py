@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 
@@ -32,6 +30,9 @@ class RankGroup:
         return f"rank {dist.get_global_rank(self.group, rank)}"
 
 
+ONE_RANK = RankGroup()
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The processes that a model is spread over.
@@ -42,14 +43,14 @@ class Parallel:
         fewer or none.
     """
 
-    experts: RankGroup = RankGroup()
-    tables: RankGroup = RankGroup()
+    experts: RankGroup = ONE_RANK
+    tables: RankGroup = ONE_RANK
     shard_embeddings: bool = False
 
     @property
     def vocabulary(self) -> RankGroup:
         """The ranks that the token embedding and the head are split over."""
-        return self.tables if self.shard_embeddings else RankGroup()
+        return self.tables if self.shard_embeddings else ONE_RANK
 
 
 ONE_PROCESS = Parallel()
@@ -94,41 +95,3 @@ def mark_shards(model: nn.Module) -> None:
         if shard is not None and shard.ranks.size > 1:
             for parameter in module.parameters(recurse=False):
                 parameter.shard = shard
-
-
-def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int], list[int]]:
-    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank -> how many each has for this
-    rank, of the same shape, and the rows to send to and to receive from every rank.
-    """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
-    send, receive = torch.stack([counts, received]).view(2, ranks.size, -1).sum(2).tolist()
-    return received, send, receive
-
-
-def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
-    """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
-    what the ranks sent here, in their order. Gradients go back the same way.
-
-    All ranks must take part, also in the backward: it runs as long as anything here needs a gradient on every rank.
-    """
-    return _Exchange.apply(send, receive, ranks, *tensors)
-
-
-class _Exchange(torch.autograd.Function):
-    """Several tensors in one node, so that their backward exchanges come in the same order on all ranks."""
-
-    @staticmethod
-    def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
-        return tuple(_all_to_all(tensor, send, receive, ranks) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, None, None, *(_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads)
-
-
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> Tensor:
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group)
-    return out

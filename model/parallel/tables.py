@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.parallel.ranks import RankGroup, Shard, exchange, exchange_counts, row_shard
+from model.parallel.exchange import exchange, exchange_counts
+from model.parallel.ranks import RankGroup, Shard, row_shard
 from model.precision import without_autocast
 
 

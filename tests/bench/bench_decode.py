@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from model import DeepseekV41, Generator, ModelConfig, Request, TextConfig, build_model
-from model.cache.cache import Cache
+from model.cache.pages import Cache
 from model.count import kv_bytes, window_kv_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ import steps  # noqa: E402
 from tiny import tiny_config  # noqa: E402
 
 from model import build_model, load_weights, save_pretrained  # noqa: E402
-from model.checkpoint.checkpoint import allocate_scales, released_tensors, scale_parts  # noqa: E402
+from model.checkpoint.names import allocate_scales, released_tensors, scale_parts  # noqa: E402
 from model.checkpoint.released import file_headers, packing_of  # noqa: E402
 from model.parallel.ranks import Parallel, RankGroup  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402

@@ -24,7 +24,7 @@ import model.indexer as indexer_module
 from model import ForwardOptions, ModelConfig, Output, TextConfig, load_pretrained
 from model.attention import CrossLayerState
 from model.backbone import BackboneOutput, BlockState
-from model.checkpoint.checkpoint import released_names
+from model.checkpoint.names import released_names
 from model.engram import engram_rows
 from model.layout import SequenceLayout, build_layout
 from model.quantize import fake_quant_fp8
@@ -257,17 +257,17 @@ def _with_oracle(rounder, what: str, known: dict[int, tuple[Tensor, Tensor]], fl
 def traced(model, inputs: dict[str, Tensor]) -> tuple[Output, BackboneOutput]:
     """Run the public forward and keep the trace that it made on the way."""
     kept: list[BackboneOutput] = []
-    inner = model._run_backbone
+    inner = model.run_backbone
 
     def keep(*args, **kwargs):
         kept.append(inner(*args, **kwargs))
         return kept[0]
 
-    model._run_backbone = keep
+    model.run_backbone = keep
     try:
         return model(**inputs, output_hidden_states=True), kept[0]
     finally:
-        del model._run_backbone
+        del model.run_backbone
 
 
 def _width(expected: dict[str, Tensor], layout: SequenceLayout) -> int:

@@ -7,7 +7,7 @@ import torch
 from tiny import ENGRAM, raw_config, tiny_config, tokens
 
 from model import ForwardOptions, ModelConfig, VisionConfig, build_model
-from model.checkpoint.checkpoint import released_names
+from model.checkpoint.names import released_names
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from golden_files import load_oracle
 from tiny import tiny_config
 
 from model import DeepseekV41, ForwardOptions, TextConfig, load_pretrained
-from model.cache.cache import Cache, LayerCache, Step
+from model.cache.pages import Cache
+from model.cache.step import LayerCache, Step
 from model.count import kv_bytes, window_kv_bytes
 from model.quantize import fake_quant_fp4, fake_quant_fp8, fake_quant_mxfp4
 

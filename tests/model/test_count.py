@@ -65,7 +65,7 @@ def test_prefill_uses_what_the_last_entries_depend_on() -> None:
     built = tiny_model(ForwardOptions(kv_quant=True), engram=True, engram_layer_ids=[1, 3])
     ids = tokens(1, 64)
     last = max(built.config.text.kv_source_layer_ids)
-    shared = built._run_backbone(ids, build_layout(built.config.text, ids), None, None, None).blocks[last].shared
+    shared = built.run_backbone(ids, build_layout(built.config.text, ids), None, None, None).blocks[last].shared
     (shared.compressed_kv.sum() + shared.index_keys.sum()).backward()
     used = 0.0
     for name, parameter in built.named_parameters():

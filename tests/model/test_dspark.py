@@ -28,7 +28,7 @@ from model import (
     open_folder,
     save_pretrained,
 )
-from model.checkpoint.checkpoint import released_names
+from model.checkpoint.names import released_names
 from model.dspark import DraftDenominators
 from model.loss import draft_distances
 from model.parallel.ranks import Parallel

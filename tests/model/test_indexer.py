@@ -275,7 +275,7 @@ def test_key_gradient_of_a_reindex_layer_reaches_the_full_owner() -> None:
     ids = tokens(1, 24)
     _, trace = traced(built, {"input_ids": ids})
     indexer_loss(
-        trace.blocks[5].indexer_loss_inputs, trace.blocks[5].attention_mass, torch.ones(24, dtype=torch.bool)
+        trace.blocks[5].indexer_loss_inputs, trace.attention_mass[5], torch.ones(24, dtype=torch.bool)
     ).backward()
     reached = {name for name, p in built.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert reached == {

@@ -17,7 +17,7 @@ from tiny import tiny_model
 
 import model.checkpoint.released
 from model import convert_checkpoint, load_pretrained, load_weights, save_pretrained
-from model.checkpoint.checkpoint import SCALES
+from model.checkpoint.names import SCALES
 from model.checkpoint.released import INDEX, QUANTIZATION, SINGLE, is_quantised, packing_of
 from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, pack, unpack
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from model import ForwardOptions, Generator, Request, generate
-from model.cache.cache import Cache, LayerCache, Step
+from model.cache.pages import Cache
+from model.cache.step import LayerCache, Step
 from model.dspark import Draft
 from model.generate import ACCEPTED, log_distribution, uniform, verify
 from model.quantize import fake_quant_mxfp4

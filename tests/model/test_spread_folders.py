@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_model
 
-import model.checkpoint.checkpoint
 import model.checkpoint.released
+import model.checkpoint.save
 from model import build_model, load_weights, save_pretrained
-from model.checkpoint.checkpoint import released_tensors
+from model.checkpoint.names import released_tensors
 from model.parallel.ranks import Parallel, RankGroup
 from tests import processes
 
@@ -101,7 +101,7 @@ def growth(rank: int, folder: Path) -> dict[str, float]:
             yield rows
             peak[0] = max(peak[0], anonymous_mib())
 
-    model.checkpoint.released.row_blocks = model.checkpoint.checkpoint.row_blocks = watched
+    model.checkpoint.released.row_blocks = model.checkpoint.save.row_blocks = watched
     save_pretrained(built, folder / "warm", format="released")
     for format in ("released", "plain"):
         peak[0] = before = anonymous_mib()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import model.attention
-import model.cache.cache
+import model.cache.pages
 import model.indexer
 from model import DeepseekV41, Drafter, ForwardOptions, LossWeights, ModelConfig, build_drafter, build_model
 from model.layout import SequenceLayout, build_layout
@@ -178,7 +178,7 @@ def switch_rounding_off(setter) -> None:
     ):
         setter(module, name, lambda x: x)
     for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
-        setter(model.cache.cache, name, None)  # a store without a format is plain
+        setter(model.cache.pages, name, None)  # a store without a format is plain
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model import ModelConfig
-from model.backbone import allocate_model
-from model.checkpoint.checkpoint import allocate_scales, released_names, released_tensors, scale_parts
+from model.build import allocate_model
+from model.checkpoint.names import allocate_scales, released_names, released_tensors, scale_parts
 from model.checkpoint.released import TensorSource, row_blocks
 from model.parallel.ranks import Shard
 from optim.ownership import assign_owners

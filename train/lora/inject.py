@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from model.attention import GroupedLinear
 from model.backbone import DeepseekV41
-from model.checkpoint.checkpoint import whole_folder
+from model.checkpoint.save import whole_folder
 from model.moe import Experts, grouped_linear
 from model.parallel.tables import Head, logits
 from train.config.schema import ConfigError, LoraConfig, problem

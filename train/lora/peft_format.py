@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Change
+from model.checkpoint.convert import Change
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` knows nothing of it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
-from model.backbone import allocate_model
+from model.build import allocate_model
 from model.engram import build_token_map
 from train.build import Run
 from train.checkpoint.init_from import find_pretrained, load_pretrained_weights

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from data import DataConfig
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, merge_checkpoints
-from model.checkpoint.checkpoint import COMPANIONS
+from model.checkpoint.names import COMPANIONS
 from model.engram import engram_tables
 from train.checkpoint.init_from import Pretrained, find_pretrained, open_pretrained
 from train.checkpoint.run_state import first_difference

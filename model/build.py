@@ -1,0 +1,65 @@
+"""Making a model: allocated, cast, spread over processes, and initialised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.backbone import DeepseekV41
+from model.config import ForwardOptions, LossWeights, ModelConfig
+from model.engram import check_token_map
+from model.init import init_weights
+from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
+
+FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")
+
+
+def build_model(
+    config: ModelConfig,
+    runtime: ForwardOptions | None = None,
+    token_map: Tensor | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    parallel: Parallel = ONE_PROCESS,
+    loss_weights: LossWeights | None = None,
+) -> DeepseekV41:
+    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
+    seconds.
+
+    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases). `parallel`
+    makes this rank's part of the model; its weights are those that one process would draw. Raises ValueError if the
+    experts cannot be split so.
+    """
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel, loss_weights)
+    if torch.device(device).type != "meta":
+        init_weights(model, config.text.initializer_range, config.text.hc_mult, seed)
+    return model
+
+
+def allocate_model(
+    config: ModelConfig,
+    runtime: ForwardOptions | None,
+    token_map: Tensor | None,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    parallel: Parallel = ONE_PROCESS,
+    loss_weights: LossWeights | None = None,
+) -> DeepseekV41:
+    """A model whose parameters are allocated on `device` but not yet written."""
+    if torch.device(device).type != "meta" or token_map is not None:
+        check_token_map(config.text, token_map)
+    with torch.device("meta"):
+        model = DeepseekV41(config, runtime, parallel, loss_weights)
+    model = cast_model(model, dtype).to_empty(device=device)
+    mark_shards(model)
+    model.token_map = None if token_map is None else token_map.to(device)
+    return model
+
+
+def cast_model(model: DeepseekV41, dtype: torch.dtype) -> DeepseekV41:
+    """Cast parameters to `dtype`, keeping what must stay fp32."""
+    for name, tensor in model.named_parameters():
+        if not any(part in name for part in FP32_NAMES):
+            tensor.data = tensor.data.to(dtype)
+    return model

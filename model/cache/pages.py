@@ -1,0 +1,238 @@
+"""The paged cache of many sequences, and the index of prefixes that they share.
+
+Entries lie in pages of `page_tokens` tokens that sequences own: a sequence wastes less than a page, a page is a whole
+number of candidate blocks, and no group is open at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from model.cache.store import Store, as_bytes
+from model.config import TextConfig
+from model.quantize import KV_INDEX, KV_MAIN, KV_WINDOW
+from model.rope import inverse_frequencies
+
+PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every ratio
+
+
+@dataclass
+class CachedSequence:
+    """One sequence: tokens passed, its pages, the first positions that the window rings of encoder and decoder have
+    seen, and (token id, is image) of its last tokens.
+    """
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    window_from: int = 0
+    decoder_from: int = 0
+    history: list[tuple[int, bool]] = field(default_factory=list)
+
+
+class Cache:
+    """BlockState of many sequences. `open` gives a row number, `close` frees it for another sequence.
+
+    kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
+    prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
+    drafter_stages: of the drafter whose context keys are kept too.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        kv_quant: bool = True,
+        prefix_tokens: int = 0,
+        device: torch.device | str = "cpu",
+        drafter_stages: int = 0,
+    ):
+        self.config, self.device = config, torch.device(device)
+        layers = range(config.num_hidden_layers)
+        self.ratios = sorted({config.ratio(layer) for layer in layers} - {0})
+        self.group = math.lcm(*self.ratios)
+        whole = config.candidate_block_size * self.group
+        self.page_tokens = -(-PAGE_TOKENS // whole) * whole
+        sources = config.kv_source_layer_ids
+        self.main = {n: Store(KV_MAIN if kv_quant else None, self.device) for n in sources}
+        self.index = {n: Store(KV_INDEX, self.device) for n in sources}
+        self.window = {n: Store(KV_WINDOW, self.device) for n in range(len(layers) + drafter_stages)}
+        self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
+        self.open_gates = {n: Store(None, self.device) for n in self.open_values}
+        self.rows: list[CachedSequence | None] = []
+        self.uses: list[int] = []  # of every page made: owners (sequences and the prefix index)
+        self.free_pages: list[int] = []
+        self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
+        self.prefix_pages = prefix_tokens // self.page_tokens
+        self.frequencies = {c: inverse_frequencies(config, compressed=c) for c in (False, True)}
+
+    @property
+    def pages(self) -> int:
+        """Pages made so far."""
+        return len(self.uses)
+
+    def open(self) -> int:
+        """A row for a new sequence."""
+        if None not in self.rows:
+            self.rows.append(None)
+        row = self.rows.index(None)
+        self.rows[row] = CachedSequence()
+        return row
+
+    def close(self, row: int) -> None:
+        for page in self.rows[row].pages:
+            self._release(page)
+        self.rows[row] = None
+
+    def copy_of_row(self, row: int) -> int:
+        """A row for a sequence that begins with all that another has passed. Full pages are shared, the last one, the
+        windows and the open groups are copied.
+        """
+        new, state = self.open(), self.rows[row]
+        copy = self.rows[new] = _row(vars(state))
+        if state.length % self.page_tokens:
+            copy.pages[-1] = self._copy_of(state.pages[-1])
+        for page in state.pages[: state.length // self.page_tokens]:
+            self.uses[page] += 1
+        sizes = {n: self.config.sliding_window for n in self.window}
+        groups = {n: self.config.ratio(n) for n in self.open_values}
+        for stores, places in ((self.window, sizes), (self.open_values, groups), (self.open_gates, groups)):
+            for layer, size in places.items():
+                stores[layer].grow(len(self.rows) * size)
+                for tensor in map(as_bytes, stores[layer].tensors):
+                    tensor[new * size : (new + 1) * size] = tensor[row * size : (row + 1) * size]
+        return new
+
+    def reserve(self, row: int, length: int) -> None:
+        """Give a row the pages that `length` tokens need."""
+        pages = self.rows[row].pages
+        while len(pages) * self.page_tokens < length:
+            pages.append(self._new_page())
+
+    def trim(self, row: int) -> None:
+        """Take the pages from a row that its tokens do not need."""
+        state = self.rows[row]
+        while (len(state.pages) - 1) * self.page_tokens >= state.length:
+            self._release(state.pages.pop())
+
+    def _new_page(self) -> int:
+        if not self.free_pages:
+            more = max(1, self.pages // 2)
+            self.free_pages = list(range(self.pages, self.pages + more))
+            self.uses += [0] * more
+        page = self.free_pages.pop(0)
+        self.uses[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self.uses[page] -= 1
+        if not self.uses[page]:
+            self.free_pages.append(page)
+
+    def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """Offer a row's whole pages, filled by `tokens`, to sequences that begin alike. What a sequence computed after
+        a hit of its own is not exact and is not offered.
+        """
+        state, size = self.rows[row], self.page_tokens
+        if not self.prefix_pages or state.window_from:
+            return
+        before = -1
+        for number in range(min(len(tokens), state.length) // size):
+            key = (before, *tokens[number * size : (number + 1) * size])
+            if key not in self.prefixes:
+                self.prefixes[key] = state.pages[number]
+                self.uses[state.pages[number]] += 1
+            before = self.prefixes[key]
+        self._touch(tokens)
+        while len(self.prefixes) > self.prefix_pages:
+            self._release(self.prefixes.pop(next(iter(self.prefixes))))
+
+    def reuse_prefix(self, row: int, prompt: Sequence[int]) -> int:
+        """Start a new row with what is kept for the beginning of its prompt; how many tokens need no pass.
+
+        Only main KV and index keys are kept, so the last `sliding_window` tokens of the hit are passed again (SWA
+        bounded replay, V4.1 report): from the position s that is returned on, window keys before s do not exist, and
+        entries from s on are the row's own. (s is moved down to a whole compression group, if need be.)
+        """
+        state, size = self.rows[row], self.page_tokens
+        hit = self._touch(prompt[:-1])
+        start = max(0, len(hit) * size - self.config.sliding_window) // self.group * self.group
+        state.pages = hit[: start // size]
+        for page in state.pages:
+            self.uses[page] += 1
+        if start % size:
+            state.pages.append(self._copy_of(hit[start // size]))
+        state.length = state.window_from = state.decoder_from = start
+        back = self.config.engram_max_ngram_size - 1
+        state.history = [(token, False) for token in prompt[max(0, start - back) : start]]
+        return start
+
+    def _touch(self, tokens: Sequence[int]) -> list[int]:
+        """The kept pages that `tokens` begin with; they become the youngest, the first page last."""
+        keys, before, size = [], -1, self.page_tokens
+        for at in range(0, len(tokens) - size + 1, size):
+            key = (before, *tokens[at : at + size])
+            if key not in self.prefixes:
+                break
+            keys.append(key)
+            before = self.prefixes[key]
+        pages = [self.prefixes[key] for key in keys]
+        for key in reversed(keys):
+            self.prefixes[key] = self.prefixes.pop(key)
+        return pages
+
+    def drop_prefixes(self) -> None:
+        """Forget what is kept for other sequences, for example because the weights have changed."""
+        for page in self.prefixes.values():
+            self._release(page)
+        self.prefixes.clear()
+
+    def _copy_of(self, page: int) -> int:
+        copy = self._new_page()
+        for stores in (self.main, self.index):
+            for layer, store in stores.items():
+                size = self.page_tokens // self.config.ratio(layer)
+                store.grow(self.pages * size)
+                for tensor in map(as_bytes, store.tensors):
+                    tensor[copy * size : (copy + 1) * size] = tensor[page * size : (page + 1) * size]
+        return copy
+
+    def stores(self) -> dict[str, Store]:
+        """Every store under the name it is saved by."""
+        kinds = ("main", "index", "window", "open_values", "open_gates")
+        return {f"{kind}.{layer}": store for kind in kinds for layer, store in getattr(self, kind).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain containers, copies of what the cache holds now."""
+        rows = [row and vars(_row(vars(row))) for row in self.rows]
+        tensors = {name: [t.clone() for t in store.tensors] for name, store in self.stores().items()}
+        widths = {name: store.width for name, store in self.stores().items()}
+        return {
+            "rows": rows,
+            "uses": list(self.uses),
+            "free_pages": list(self.free_pages),
+            "prefixes": [[list(key), page] for key, page in self.prefixes.items()],
+            "tensors": tensors,
+            "widths": widths,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.rows = [row and _row(row) for row in state["rows"]]
+        self.uses, self.free_pages = list(state["uses"]), list(state["free_pages"])
+        self.prefixes = {tuple(key): page for key, page in state["prefixes"]}
+        for name, store in self.stores().items():
+            store.tensors = tuple(t.to(self.device, copy=True) for t in state["tensors"][name])
+            store.width = state["widths"][name]
+
+    def entry_bytes(self) -> int:
+        """Bytes of the storage that grows with the context: main KV and index keys, of all pages made."""
+        return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
+
+
+def _row(state: dict[str, Any]) -> CachedSequence:
+    """A copy of its own."""
+    return CachedSequence(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})

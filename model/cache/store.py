@@ -1,0 +1,75 @@
+"""Storage of one kind of attention state, packed or plain.
+
+Shapes: N rows written or read at once, `places` rows of room.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.quantize import KVFormat
+
+
+class Store:
+    """Rows of one kind of state, [places, width] each, packed by `format` or plain; grows, keeping what it holds."""
+
+    def __init__(self, format: KVFormat | None, device: torch.device):
+        self.format, self.device = format, device
+        self.tensors: tuple[Tensor, ...] = ()
+        self.width = 0
+
+    def fit(self, capacity: int, like: Tensor) -> None:
+        """Make room for `capacity` places of rows like those of `like` [N, width]."""
+        if not self.tensors:
+            self.width = like.shape[1]
+            self.tensors = self._parts(like[:0])
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """The same for a store that has been written to."""
+        if self.tensors[0].shape[0] < capacity:
+            self.tensors = tuple(_enlarged(tensor, capacity) for tensor in self.tensors)
+
+    def write(self, places: Tensor, x: Tensor) -> None:
+        """x [N, width] to int64 places [N]."""
+        self.put(places, self._parts(x))
+
+    def put(self, places: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """What `stored` gave, to int64 places [N]."""
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            as_bytes(tensor).index_copy_(0, places, as_bytes(part))
+
+    def stored(self, places: Tensor) -> tuple[Tensor, ...]:
+        """What lies at int64 places [N], packed as it is."""
+        return tuple(as_bytes(tensor).index_select(0, places).view(tensor.dtype) for tensor in self.tensors)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.format.pack(x) if self.format else (x,)
+
+    def read(self, places: Tensor, dtype: torch.dtype, unit: int = 1) -> Tensor:
+        """[..., width] at int64 places [...]; with `unit`, places count runs of so many rows: [... * unit, width]."""
+        parts = []
+        for tensor in self.tensors:
+            raw = as_bytes(tensor)
+            found = raw.view(-1, unit * raw.shape[1]).index_select(0, places.flatten())
+            shape = (*places.shape, -1) if unit == 1 else (places.numel() * unit, raw.shape[1])
+            parts.append(found.view(shape).view(tensor.dtype))
+        return self.format.unpack(*parts, self.width, dtype) if self.format else parts[0].to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """As bytes where the type is too narrow for indexing operations."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
+    """Zeros behind: places that nobody has written are read (and masked) too, and must be numbers."""
+    old = as_bytes(tensor)
+    new = old.new_zeros(capacity, old.shape[1])
+    new[: old.shape[0]] = old
+    return new.view(tensor.dtype)

@@ -1,0 +1,201 @@
+"""Reading a checkpoint folder.
+
+Reading is strict: a missing, extra, mis-shaped or mis-typed tensor is named before anything is used. It goes block by
+block: beside the model, memory holds a few blocks and one tensor's scales. A model that is spread over processes is
+read by all of them, each its own experts and rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from model.backbone import DeepseekV41
+from model.build import allocate_model
+from model.checkpoint.names import SCALES, TensorShard, released_tensors
+from model.checkpoint.released import (
+    PLAIN,
+    SPELLED,
+    Header,
+    Shards,
+    TensorSource,
+    file_headers,
+    is_quantised,
+    packing_of,
+    read_headers,
+    scale_name,
+    tile_span,
+)
+from model.config import ForwardOptions, ModelConfig
+from model.engram import build_token_map
+from model.parallel.ranks import ONE_PROCESS, Parallel
+from model.quantize import FP4_ROWS, Packing
+
+
+def load_pretrained(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    runtime: ForwardOptions | None = None,
+    parallel: Parallel = ONE_PROCESS,
+) -> DeepseekV41:
+    """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
+    tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model.
+
+    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
+    tensor. Drafter tensors (`mtp.*`) are left out: `load_drafter` reads them.
+    """
+    folder = Path(folder)
+    config = ModelConfig.load(folder)
+    token_map = None
+    if config.text.engram_layer_ids:
+        token_map = build_token_map(_tokenizer(folder))
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel)
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorShard] = ()) -> None:
+    """Copy a folder's tensors into `model` (or a drafter), block by block; a spread model reads only its own experts
+    and rows. Nothing is copied unless names, shapes and types agree completely, also those of `beside`, which the
+    folder must hold too. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32
+    entries).
+    """
+    held = list(released_tensors(model))
+    targets = {part.name: part for part in held if part.tensor is not None}
+    with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
+        sources = [source for source in sources if source.name in targets]
+        # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
+        kept = {source.name: source.kept().clone() for source in sources if source.kept is not None}
+        for source in sources:
+            target, row = targets[source.name].tensor, 0
+            for block in source.blocks():
+                target[row : row + len(block)].copy_(block)
+                row += len(block)
+    model.released_scales = kept
+
+
+@contextmanager
+def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorShard]) -> Iterator[list[TensorSource]]:
+    """The rows of a folder's tensors that this process holds, in the order of the files, once the folder as a whole is
+    checked against the model's tensors. Drafter tensors (`mtp.*`) are among them, as the files say unless `held` names
+    them. Raises what `load_pretrained` raises.
+    """
+    folder = Path(folder)
+    shapes = {part.name: part.shape for part in held}
+    rows = {part.name: part.rows for part in held if part.tensor is not None}
+    try:
+        quantised = is_quantised(config.to_dict())
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    headers = read_headers(folder)
+    drafter = {} if any(name.startswith("mtp.") for name in shapes) else _drafter_shapes(headers)
+    packings = {name: packing_of(name) for name in shapes} if quantised else {}
+    packings |= {name: packing_of(name) for name in drafter if headers[name].dtype not in PLAIN}
+    scales = file_headers(folder / SCALES) if (folder / SCALES).is_file() else {}
+    problems = _problems(headers, shapes | drafter, packings, quantised) + _scale_problems(scales, shapes | drafter)
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise ValueError(f"{folder} does not hold this model:\n  {shown}")
+    with Shards(headers) as shards, Shards(scales) as kept:
+        sources = []
+        for name in headers:
+            if name not in rows and name not in drafter:  # scales, and what others hold
+                continue
+            if packing := packings.get(name):
+                sources.append(shards.quantised(name, packing, rows.get(name)))
+            elif scale_name(name) in scales and not quantised:
+                tiles = tile_span(rows[name], packing_of(name)) if name in rows else None
+                read = partial(kept.read, scale_name(name), tiles)
+                sources.append(shards.plain(name, rows.get(name))._replace(kept=read))
+            else:
+                sources.append(shards.plain(name, rows.get(name)))
+        yield sources
+
+
+def _problems(
+    headers: dict[str, Header],
+    shapes: dict[str, tuple[int, ...]],
+    packings: dict[str, Packing | None],
+    quantised: bool,
+) -> list[str]:
+    """Every tensor that is missing, extra, mis-shaped or mis-typed."""
+    problems, expected = [], set()
+    for name, shape in shapes.items():
+        packing = packings.get(name)
+        parts = [(name, shape, PLAIN)]
+        if packing is not None:
+            try:
+                codes = packing.codes_shape(*shape)
+            except (ValueError, TypeError):  # odd columns; no matrix at all (a drafter's)
+                problems.append(f"shape: {name} is {list(shape)}, which cannot be a quantised weight")
+                continue
+            parts = [
+                (name, codes, (SPELLED[packing.codes],)),
+                (scale_name(name), packing.scale_shape(*shape), (SPELLED[torch.float8_e8m0fnu],)),
+            ]
+        for part, wanted, types in parts:
+            expected.add(part)
+            if part not in headers:
+                problems.append(f"missing: {part} {list(wanted)}")
+                continue
+            _, dtype, found = headers[part]
+            if found != wanted:
+                problems.append(f"shape: {part} is {list(found)}, must be {list(wanted)}")
+            if dtype not in types:
+                why = ""
+                if packing_of(name) is not None and not name.startswith("mtp."):
+                    why = f" (config.json has {'a' if quantised else 'no'} quantization_config)"
+                allowed = " or ".join(", ".join(types).rsplit(", ", 1))
+                problems.append(f"type: {part} is {dtype}, must be {allowed}{why}")
+    for name in headers:
+        if name in expected:
+            continue
+        weight = name.removesuffix(".scale") + ".weight"
+        lone = name.endswith(".scale") and weight not in headers
+        problems.append(f"scale without weight: {name}" if lone else f"extra: {name}")
+    return problems
+
+
+def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the drafter's tensors, taken from the file itself: a model without its drafter does not know them."""
+    shapes = {}
+    for name, header in headers.items():
+        if name.startswith("mtp.") and not name.endswith(".scale"):
+            shapes[name] = header.shape
+            if packing_of(name) == FP4_ROWS and header.dtype == "I8":
+                shapes[name] = (*header.shape[:-1], 2 * header.shape[-1])
+    return shapes
+
+
+def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """What is wrong with the kept scales of a plain folder."""
+    problems = []
+    weights = {scale_name(name): name for name, shape in shapes.items() if packing_of(name) and len(shape) == 2}
+    for name, (_, dtype, found) in scales.items():
+        if name not in weights:
+            problems.append(f"scale without weight: {name} in {SCALES}")
+            continue
+        wanted = packing_of(weights[name]).scale_shape(*shapes[weights[name]])
+        if found != wanted or dtype != SPELLED[torch.float8_e8m0fnu]:
+            problems.append(f"shape: {name} in {SCALES} is {dtype} {list(found)}, must be F8_E8M0 {list(wanted)}")
+    return problems
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; a model with Engram layers needs its tokenizer to compress token ids"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer: {error}") from None

@@ -1,0 +1,204 @@
+"""Writing a checkpoint folder, whole or not at all.
+
+Written block by block: beside the model, memory holds a few blocks. A model that is spread over processes is written
+by all of them, each its own experts and rows; the folder is the one that a single process would write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from model.backbone import DeepseekV41
+from model.checkpoint.names import GENERATION, SCALES, TensorShard, released_tensors
+from model.checkpoint.released import (
+    QUANTIZATION,
+    Stored,
+    TensorSource,
+    packed,
+    packing_of,
+    row_blocks,
+    scale_name,
+    tile_span,
+    write_files,
+    write_shards,
+)
+from model.config import ModelConfig
+from model.engram import engram_tables
+from model.parallel.collective_errors import all_or_none, gather_objects
+from model.parallel.ranks import ONE_RANK, RankGroup
+from model.quantize import Packing
+
+SHARD_BYTES = 4 * 2**30
+
+
+def save_pretrained(
+    model: DeepseekV41,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    format: Literal["plain", "released"] = "plain",
+    companions: Mapping[str, str] | None = None,
+    ranks: RankGroup = ONE_RANK,
+    drafter: nn.Module | None = None,
+) -> None:
+    """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
+    `drafter` is written beside the model, as `mtp.*`.
+
+    `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer_files`).
+
+    `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
+    matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
+    replaced. Raises ValueError for a weight that cannot be quantised (a value is not finite), and for a model that
+    holds an adapter, whose factors have no place in this layout.
+
+    `ranks` are the processes that write together, all that the model is spread over and their copies; they must see
+    the same file system. If one of them fails, all raise.
+    """
+    scales = {**getattr(model, "released_scales", {}), **getattr(drafter, "released_scales", {})}
+
+    def source(part: TensorShard) -> TensorSource:
+        if not part.written_by(ranks):
+            return TensorSource(part.name, part.shape, part.dtype, lambda: iter(()))
+        kept = (lambda: scales[part.name]) if part.name in scales else None
+        return TensorSource(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
+
+    held = [*released_tensors(model), *(() if drafter is None else released_tensors(drafter))]
+    if adapter := next((part.name for part in held if ".lora_" in part.name), None):
+        raise ValueError(f"the model holds an adapter ({adapter}); merge it into the weights first, or save it alone")
+    spread = max(part.copies.size for part in held)
+    if ranks.size % spread:
+        raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
+    kept = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
+    with whole_folder(Path(folder), ranks) as work:
+        write_checkpoint(work, [source(part) for part in held], kept, model.config, format, dtype, shard_bytes, ranks)
+        if ranks.rank == 0:
+            if tokenizer is not None:
+                tokenizer.save(str(work / "tokenizer.json"))
+            for name, text in (companions or {}).items():
+                (work / name).write_text(text, encoding="utf-8")
+
+
+def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
+    """The weights whose scales were kept, by the processes that hold them."""
+    here = [part.name for part in held if part.tensor is not None and packing_of(part.name)]
+    found = gather_objects((bool(scales), [name for name in here if name not in scales]), ranks)
+    if not any(some for some, _ in found):
+        return set()
+    lacking = {name for _, names in found for name in names}
+    return {part.name for part in held if packing_of(part.name) and part.name not in lacking}
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    for rows in row_blocks(tuple(tensor.shape)):
+        yield tensor[rows].detach()
+
+
+def write_checkpoint(
+    folder: Path,
+    sources: Iterable[TensorSource],
+    kept: Container[str],
+    config: ModelConfig,
+    format: str,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    ranks: RankGroup = ONE_RANK,
+) -> int:
+    """Write config.json and the tensors into a folder, as `save_pretrained` does; returns the bytes of all tensors.
+    `kept`: the weights whose scales go beside them in a plain folder.
+    """
+    if format not in ("plain", "released"):
+        raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
+    bundles, scales, plain = [], [], torch.float32
+    for source in sources:
+        packing = packing_of(source.name)
+        if format == "released" and packing is not None:
+            bundles.append(packed(source, packing))
+            continue
+        keep = dtype is None or len(source.shape) < 2 or ".hc_" in source.name
+        stored = Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks, source.start)
+        bundles.append([stored])
+        if source.name == "embed.weight":
+            plain = stored.dtype
+        if source.name in kept and packing is not None:
+            scales.append(_kept_scales(source, packing))
+    total = write_shards(folder, bundles, shard_bytes, ranks)
+    if scales:
+        write_files({folder / SCALES: scales}, ranks)
+    if ranks.rank == 0:
+        _write_json(folder / "config.json", _written_config(config, format, plain))
+        ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(folder / GENERATION, ids)
+    return total
+
+
+def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
+    def blocks() -> Iterator[Tensor]:
+        if source.kept is not None:  # else another process has them
+            yield source.kept()
+
+    first = tile_span(slice(source.start, source.start), packing).start
+    return Stored(scale_name(source.name), packing.scale_shape(*source.shape), torch.float8_e8m0fnu, blocks, first)
+
+
+def _written_config(config: ModelConfig, format: str, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a folder whose plain matrices are stored in `dtype`; rows of Engram tables are spelled out."""
+    if config.text.engram_layer_ids and not config.text.engram_num_embeddings:
+        rows = engram_tables(config.text).rows
+        config = replace(config, text=replace(config.text, engram_num_embeddings=rows))
+    raw = config.to_dict()
+    raw["dtype"] = str(dtype).removeprefix("torch.")
+    quantization = raw.pop("quantization_config", None)
+    if format == "released":
+        raw["quantization_config"] = quantization or QUANTIZATION
+    return raw
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(folder: Path, ranks: RankGroup = ONE_RANK) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` once the block ends well and else disappears. All
+    `ranks` work in the same one; what fails in one fails in all.
+    """
+    made = None
+    with all_or_none(ranks):
+        if ranks.rank == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+    work = Path(gather_objects(made, ranks)[0])
+    try:
+        with all_or_none(ranks):
+            yield work
+            if ranks.rank == 0:
+                _take_place(work, folder)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _take_place(work: Path, folder: Path) -> None:
+    os.chmod(work, 0o755)
+    if folder.exists():
+        old = work.with_name(work.name + "-old")
+        folder.rename(old)
+        work.rename(folder)
+        shutil.rmtree(old)
+    else:
+        work.rename(folder)

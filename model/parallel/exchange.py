@@ -1,0 +1,49 @@
+"""Exchange of rows between ranks, differentiable: each rank sends any number of rows to every other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.parallel.ranks import RankGroup
+
+
+def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int], list[int]]:
+    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank -> how many each has for this
+    rank, of the same shape, and the rows to send to and to receive from every rank.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
+    send, receive = torch.stack([counts, received]).view(2, ranks.size, -1).sum(2).tolist()
+    return received, send, receive
+
+
+def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
+    """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
+    what the ranks sent here, in their order. Gradients go back the same way.
+
+    All ranks must take part, also in the backward: it runs as long as anything here needs a gradient on every rank.
+    """
+    return _Exchange.apply(send, receive, ranks, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    """Several tensors in one node, so that their backward exchanges come in the same order on all ranks."""
+
+    @staticmethod
+    def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
+        return tuple(_all_to_all(tensor, send, receive, ranks) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, None, None, *(_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads)
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> Tensor:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group)
+    return out

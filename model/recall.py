@@ -1,0 +1,49 @@
+"""How well the indexers select, measured against dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.backbone import DeepseekV41
+from model.layout import build_layout
+
+
+@torch.no_grad()
+def indexer_recall(
+    model: DeepseekV41, batch: dict[str, Tensor], reduce: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """How much of the best possible attention mass each index source's selection holds: fp32 [index sources], in 0..1.
+
+    Ground truth is dense attention over all visible entries, in the layers that use the selection (mass summed over
+    heads and layers). Recall of a query: mass on its selected entries over the mass on its true top-k; averaged over
+    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch. `reduce`
+    completes the sums where each process has a part of it.
+    """
+    text, runtime = model.config.text, model.runtime
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    pixels = (inputs.pop("pixel_values", None), inputs.pop("image_grid_hws", None))
+    layout = build_layout(text, **inputs)
+    model.runtime = replace(runtime, probe=True)
+    try:
+        trace = model.run_backbone(batch["input_ids"], layout, *pixels, batch.get("vision_token_types"))
+    finally:
+        model.runtime = runtime
+    recalls = []
+    for source in text.index_source_layer_ids:
+        truth = trace.dense_attention_mass[source]
+        selected = trace.blocks[source].indexer_loss_inputs.topk_indices
+        seen = layout.entries[text.ratio(source)]
+        rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()
+        truth, selected = truth[rows], selected[rows].long()
+        held = (truth.gather(1, selected.clamp(min=0)) * (selected >= 0)).sum(-1)
+        best = truth.topk(min(text.index_topk, truth.shape[1]), dim=-1).values.sum(-1)
+        share = held / best.clamp(min=torch.finfo(torch.float32).tiny)
+        recalls.append(torch.stack([share.sum(), share.new_tensor(share.numel())]))
+    if not recalls:
+        return torch.empty(0)
+    total, number = reduce(torch.stack(recalls)).unbind(-1)
+    return total / number
