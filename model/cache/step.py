@@ -1,8 +1,8 @@
 """One pass over new tokens of cached sequences, and a layer's view of it.
 
-A `Step` lays the new tokens out; `LayerCache` is all that attention sees of it and of the cache. A tentative step passes
-tokens of which some may turn out to be wrong: what is kept of it is decided at its end, and the rest is as if it had
-never been passed.
+A `Step` lays the new tokens out; `LayerCache` is all that attention sees of it and of the cache. A tentative step
+passes tokens of which some may turn out to be wrong: what is kept of it is decided at its end, and the rest is as if it
+had never been passed.
 
 Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, Di index head dim, K top-k, T' keys on
 the window axis.
