@@ -13,10 +13,9 @@ import hydra
 from omegaconf import DictConfig
 
 from train.config import schema
-from train.distributed.engine import LAUNCHERS, run_to_the_end
 from train.distributed.failure_detector import LOST, RankLost
-from train.errors import REFUSED
-from train.loop import Interrupted, NonFiniteError
+from train.distributed.world import LAUNCHERS, run_to_the_end
+from train.errors import REFUSED, Interrupted, NonFiniteError
 from train.tasks import convert, dspark, merge, plan, pretrain, rl
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

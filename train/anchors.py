@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from train.loop import Batch
+from train.build import Batch
 
 FIRST = 2  # position in a document: the released inference drafts behind two processed tokens at least
 TRAINED, HELD_OUT = 0, 1

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,16 @@ from model.checkpoint.names import check_packable
 from model.engram import build_token_map
 from model.parallel.ranks import RankGroup
 from optim import Optimizer, ParameterPlacement, assign
+from train.checkpoint import run_state
+from train.checkpoint.background import Background
 from train.checkpoint.init_from import holds_drafter, load_pretrained_weights
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config, ConfigError, problem
-from train.distributed.engine import Engine, World, pick_device
+from train.distributed.engine import Engine
+from train.distributed.world import World, pick_device
 from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
+
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -47,6 +54,37 @@ class Run:
     def micro_batches(self) -> int:
         """Micro-batches of this process in a step."""
         return self.config.task.per_rank_batch(self.world.size)[1]
+
+    def autocast(self) -> torch.autocast:
+        """bf16 autocast over fp32 parameters, or nothing."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.parallel.precision == "bf16")
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The same batch where the model is."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def save(self, state: TrainerState, background: Background | None = None) -> Path:
+        """Write the run state, all ranks together; with ``background`` while training goes on. Returns its folder."""
+        return run_state.save(
+            self.config.run_dir / "checkpoints",
+            state,
+            model=self.checkpoint_module,
+            optimizer=self.optimizer,
+            data=self.train_batches.state_dict(),
+            model_config=self.model_config.to_dict(),
+            keep=self.config.checkpoint.keep,
+            background=background,
+        )
+
+    def resume(self, folder: Path) -> TrainerState:
+        """Continue from a checkpoint of this run."""
+        return run_state.load(
+            folder,
+            model=self.checkpoint_module,
+            optimizer=self.optimizer,
+            set_data=self.train_batches.load_state_dict,
+            model_config=self.model_config.to_dict(),
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of what this process holds of the model once every parameter was trained."""

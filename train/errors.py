@@ -27,3 +27,11 @@ def user_errors() -> Iterator[None]:
         raise
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the step was not applied."""
+
+
+class Interrupted(Exception):
+    """The process was asked to stop; the run state is saved."""

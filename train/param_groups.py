@@ -16,27 +16,12 @@ from typing import Literal
 
 from model import ModelConfig
 from optim import Rule
+from train.lora.targets import BLOCK, LAYER
 
 WEIGHT_DECAY = 0.1
 VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until decay begins, then its own smaller rate
 
-LAYER = r"layers\.\d+\."
 STAGE = r"mtp\.\d+\."
-BLOCK = r"vision\.blocks\.\d+\."
-
-# What LoRA can be given: a name in `lora.targets`, and the modules behind it.
-LORA_TARGETS = {
-    "attention": LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)",
-    "compressor": LAYER + r"attn\.compressor\.(wkv|wgate)",
-    "indexer": LAYER + r"attn\.indexer\.(wq_b|weights_proj|wk)",
-    "shared_experts": LAYER + r"ffn\.shared_experts\.w[123]",
-    "experts": LAYER + r"ffn\.experts",
-    "engram": LAYER + r"engram\.wkv",
-    "embed": "embed",
-    "head": "head",
-    "vision": BLOCK + r"(attn\.(wqkv|wo)|mlp\.w[12])",
-    "aligner": r"aligner\.w[12]",
-}
 
 
 def report_rules(

@@ -21,9 +21,10 @@ from train.checkpoint import run_state, storage
 from train.checkpoint.init_from import load_pretrained_weights
 from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config, ConfigError, check_resumable, to_dict
-from train.distributed.engine import World, launch
+from train.distributed.launch import launch
+from train.distributed.world import World
+from train.errors import Interrupted, NonFiniteError
 from train.logging.log import Reporter, Silent
-from train.loop import Interrupted, NonFiniteError
 
 
 @contextmanager

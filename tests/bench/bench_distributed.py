@@ -24,7 +24,8 @@ from hydra import compose, initialize_config_dir
 
 from train.build import build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
-from train.distributed.engine import find_process, launch, run_to_the_end
+from train.distributed.launch import launch
+from train.distributed.world import find_process, run_to_the_end
 from train.loop import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

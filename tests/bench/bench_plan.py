@@ -24,8 +24,9 @@ from model.parallel.ranks import Parallel, RankGroup
 from tests.distributed.ranks import Group
 from train.build import Run, build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
-from train.distributed.engine import World, launch, run_to_the_end
-from train.loop import to_device, train_step
+from train.distributed.launch import launch
+from train.distributed.world import World, run_to_the_end
+from train.loop import train_step
 from train.tasks.plan import plan
 
 RANKS = 2
@@ -86,7 +87,7 @@ def measure(config: Config, world: World) -> dict[str, float]:
     """Bytes of this rank's tensors in and after a step, and of what it sent."""
     run = build(config, world)
     batches = iter(run.train_batches)
-    step = [to_device(next(batches), run.device) for _ in range(run.micro_batches)]
+    step = [run.to_device(next(batches)) for _ in range(run.micro_batches)]
     held: dict[str, float] = {"weights": _bytes(run.model.parameters())}
     reduce = run.engine.reduce
 

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 
 from train.build import Run, build
 from train.config.schema import CONF_DIR, open_overrides, parse
-from train.loop import to_device, train_step
+from train.loop import train_step
 
 
 def demo_run(rules: str, folder: str) -> Run:
@@ -43,7 +43,7 @@ def time_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
     batches = iter(run.train_batches)
     for step in range(steps + 2):
         started = now()
-        train_step(run, [to_device(next(batches), run.device)], step, 0)
+        train_step(run, [run.to_device(next(batches))], step, 0)
         whole.append(now() - started)
     return inner[2:], whole[2:]
 

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import steps  # noqa: E402
 
-from train.distributed.engine import World  # noqa: E402
+from train.distributed.world import World  # noqa: E402
 
 MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "shlex", "string", "textwrap", "token")
 

@@ -28,8 +28,10 @@ from model.parallel.ranks import Parallel, RankGroup  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
 from train.build import Run, build, placement_of  # noqa: E402
 from train.checkpoint import run_state, storage  # noqa: E402
-from train.checkpoint.run_state import Background, TrainerState  # noqa: E402
-from train.distributed.engine import World, find_process, launch, run_to_the_end  # noqa: E402
+from train.checkpoint.background import Background  # noqa: E402
+from train.checkpoint.run_state import TrainerState  # noqa: E402
+from train.distributed.launch import launch  # noqa: E402
+from train.distributed.world import World, find_process, run_to_the_end  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [

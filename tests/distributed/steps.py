@@ -16,8 +16,11 @@ from model import LossDenominators, Losses
 from model.parallel.ranks import Parallel
 from train.build import Run, build
 from train.config.schema import CONF_DIR, Config, open_overrides, parse
-from train.distributed.engine import World, _groups, find_process, launch, run_to_the_end
-from train.loop import NonFiniteError, train_step
+from train.distributed.engine import make_groups
+from train.distributed.launch import launch
+from train.distributed.world import World, find_process, run_to_the_end
+from train.errors import NonFiniteError
+from train.loop import train_step
 from train.lora.inject import save_adapter
 
 STEPS, ROWS, LENGTH = 10, 16, 32
@@ -165,7 +168,7 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
 
 def at(world: World, parts: int) -> World:
     """The same processes with experts and tables split into so many parts."""
-    split, same = _groups(parts, find_process())
+    split, same = make_groups(parts, find_process())
     parallel = Parallel(split, split, shard_embeddings=parts > 1) if parts > 1 else Parallel()
     return replace(world, parallel=parallel, replica_groups={**world.replica_groups, parts: same})
 

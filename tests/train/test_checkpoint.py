@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
 from train.checkpoint import run_state, storage
-from train.checkpoint.run_state import Background, TrainerState
+from train.checkpoint.background import Background
+from train.checkpoint.run_state import TrainerState
 from train.checkpoint.storage import CheckpointError
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}

@@ -12,6 +12,8 @@ from optim import load_statistics
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
+from train.evaluation import probe
+from train.evaluation.evaluate import evaluate
 
 
 def steps(run: Run, count: int) -> list[dict]:
@@ -57,7 +59,7 @@ def test_the_factors_of_the_tables(make_config) -> None:
 
 def test_an_evaluation_measures_the_load_of_all_rows(make_config) -> None:
     run = build(make_config())
-    result = loop.evaluate(run)
+    result = evaluate(run)
     batches = list(run.valid_batches)
     with torch.no_grad():
         load = sum(
@@ -73,9 +75,9 @@ def test_recall_is_that_of_the_first_documents_however_they_come(make_config, mo
 
     def evaluated(rows: int) -> tuple[Run, list[float]]:
         run = build(make_config("data.validation_rows=4", f"task.micro_batch={rows}", "task.global_batch_rows=4"))
-        return run, loop.evaluate(run)["index_recall"]
+        return run, evaluate(run)["index_recall"]
 
-    monkeypatch.setattr(loop, "PROBE_TOKENS", limit)
+    monkeypatch.setattr(probe, "PROBE_TOKENS", limit)
     run, whole = evaluated(4)
     (batch,) = run.valid_batches
     end = batch["seq_lens"].flatten().cumsum(0).view_as(batch["seq_lens"])
@@ -94,23 +96,23 @@ def probed(run: Run, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict,
         seen.append(batch)
         return indexer_recall(model, batch, reduce)
 
-    monkeypatch.setattr(loop, "PROBE_TOKENS", limit)
-    monkeypatch.setattr(loop, "indexer_recall", look)
-    batch, probe = next(iter(run.valid_batches)), loop.Probe(run)
-    probe.add(batch)
-    return batch, [probe.recall, *seen]
+    monkeypatch.setattr(probe, "PROBE_TOKENS", limit)
+    monkeypatch.setattr(probe, "indexer_recall", look)
+    batch, measured = next(iter(run.valid_batches)), probe.Probe(run)
+    measured.add(batch)
+    return batch, [measured.recall, *seen]
 
 
 def test_recall_is_measured_on_so_many_tokens_at_most(no_rounding, make_config, monkeypatch) -> None:  # noqa: F811
     run = build(make_config("data.validation_rows=2"))
-    batch, (recall, probe) = probed(run, 40, monkeypatch)
-    assert batch["seq_lens"].sum() > 100 and 0 < probe["seq_lens"].sum() <= 40
-    first = int(probe["seq_lens"].flatten()[0])
+    batch, (recall, seen) = probed(run, 40, monkeypatch)
+    assert batch["seq_lens"].sum() > 100 and 0 < seen["seq_lens"].sum() <= 40
+    first = int(seen["seq_lens"].flatten()[0])
     alone = {name: batch[name][:1, :first] for name in ("input_ids", "labels")}
-    if probe["seq_lens"].count_nonzero() == 1:
+    if seen["seq_lens"].count_nonzero() == 1:
         expected = indexer_recall(run.model, {**alone, "seq_lens": torch.tensor([[first]])})
         torch.testing.assert_close(torch.tensor(recall), expected, rtol=1e-4, atol=1e-5)
-    few = loop.Probe(build(make_config("model.text_config.index_topk=64")))
+    few = probe.Probe(build(make_config("model.text_config.index_topk=64")))
     few.add(batch)
     assert few.recall == [None] * len(recall)  # nobody sees more than 64 entries
 
@@ -120,8 +122,8 @@ def test_recall_on_images_takes_the_pixels_of_the_documents_it_keeps(make_config
         make_config("experiment=study_digits", "model=study_vision", "data.source=digits", "data.paths=[]",
                     "data.validation_paths=[]", "data.tokenizer=train", "model.text_config.vocab_size=512")
     )  # fmt: skip
-    batch, (recall, probe) = probed(run, 60, monkeypatch)
-    kept = int(probe["seq_lens"].count_nonzero())
+    batch, (recall, seen) = probed(run, 60, monkeypatch)
+    kept = int(seen["seq_lens"].count_nonzero())
     assert 0 < kept < batch["seq_lens"].count_nonzero()
-    assert len(probe["image_grid_hws"]) == kept and len(probe["pixel_values"]) == 16 * kept
+    assert len(seen["image_grid_hws"]) == kept and len(seen["pixel_values"]) == 16 * kept
     assert len(recall) == 3

@@ -24,8 +24,9 @@ from tests.distributed.ranks import free_port
 from train import __main__ as program
 from train.config.schema import ConfigError
 from train.distributed import failure_detector
-from train.distributed.engine import ProcessInfo, World, find_process, launch, pick_device
 from train.distributed.failure_detector import Watch
+from train.distributed.launch import launch
+from train.distributed.world import ProcessInfo, World, find_process, pick_device
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -57,7 +58,8 @@ def test_a_lone_process_needs_no_group_and_no_deepspeed() -> None:
     code = """
 import sys, torch
 from train.config.schema import ParallelConfig
-from train.distributed.engine import Engine, launch
+from train.distributed.engine import Engine
+from train.distributed.launch import launch
 world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
 model = torch.nn.Linear(2, 2)
 engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
@@ -257,7 +259,7 @@ def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
 
 PROGRAM = """
 import atexit, os, sys
-from train.distributed.engine import run_to_the_end
+from train.distributed.world import run_to_the_end
 
 class Kept:
     def __del__(self, write=os.write):

@@ -12,6 +12,8 @@ from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState
+from train.errors import NonFiniteError
+from train.evaluation.evaluate import evaluate
 
 
 def step_of(run: Run, step: int = 0) -> dict:
@@ -88,7 +90,7 @@ def test_router_biases_move_once_a_step_towards_balance(make_config) -> None:
 def test_evaluation_leaves_no_trace(make_config) -> None:
     run = build(make_config())
     before, random = parameters(run), torch.get_rng_state()
-    first, second = loop.evaluate(run), loop.evaluate(run)
+    first, second = evaluate(run), evaluate(run)
     assert first["loss"] == second["loss"] and first["targets"] > 0
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
@@ -97,7 +99,7 @@ def test_evaluation_leaves_no_trace(make_config) -> None:
 
 def test_bits_per_byte_follow_from_nats_and_bytes(make_config) -> None:
     run = build(make_config())
-    result = loop.evaluate(run)
+    result = evaluate(run)
     valid = run.valid_batches
     assert result["targets"] == valid.target_tokens
     bits = result["loss"] * valid.target_tokens / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
@@ -125,7 +127,7 @@ def test_non_finite_numbers_stop_before_the_update(make_config, monkeypatch: pyt
         run.model.embed.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = parameters(run)
     optimizer = {key: value.clone() for key, value in flat_tensors(run.optimizer.state_dict())}
-    with pytest.raises(loop.NonFiniteError, match=f"the {where} is (nan|inf) at step 2; the update was not applied"):
+    with pytest.raises(NonFiniteError, match=f"the {where} is (nan|inf) at step 2; the update was not applied"):
         step_of(run, 1)
     for name, tensor in run.model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)

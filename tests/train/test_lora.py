@@ -19,7 +19,7 @@ from train.build import Run, build
 from train.config.schema import Config, ConfigError, Conversion, SmallTask, parse
 from train.errors import InputError
 from train.lora import inject, peft_format
-from train.param_groups import LORA_TARGETS
+from train.lora.targets import LORA_TARGETS
 from train.tasks import convert, pretrain
 
 from .test_sft import write_chats

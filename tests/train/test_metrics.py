@@ -10,7 +10,7 @@ import pytest
 
 from train import loop
 from train.checkpoint.run_state import TrainerState
-from train.logging import log
+from train.logging import wandb
 from train.logging.log import Reporter, evaluation_line, step_line
 from train.tasks import pretrain
 
@@ -115,4 +115,4 @@ def test_wandb_without_key_or_network_is_offline(make_config, monkeypatch, tmp_p
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert log._wandb_mode() == "offline"
+    assert wandb._mode() == "offline"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from optim.muon import orthogonalize
 from train.build import build
 from train.config.schema import CONF_DIR, ConfigError, parse
-from train.loop import to_device, train_step
+from train.loop import train_step
 from train.tasks.plan import GIB, Item, owned, plan, report, update_flops
 
 
@@ -21,7 +21,7 @@ def test_bytes_are_those_of_a_real_run(make_config, rules: str) -> None:
     config = make_config(f"optim={rules}")
     planned = plan(config)
     run = build(config)
-    batch = to_device(next(iter(run.train_batches)), run.device)
+    batch = run.to_device(next(iter(run.train_batches)))
     run.model.losses(**batch, denominators=run.model.loss_denominators(**batch)).total.backward()
     assert sum(planned.weights.values()) == _bytes(run.model.parameters())
     assert sum(planned.gradients.values()) == _bytes(p.grad for p in run.model.parameters())

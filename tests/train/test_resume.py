@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from train import loop
+from train.build import Run
 from train.checkpoint.run_state import latest
 from train.config.schema import Config, ConfigError
-from train.errors import InputError
+from train.errors import InputError, Interrupted
+from train.evaluation.probe import Probe
 from train.run import only_process_in
 from train.tasks import pretrain
 
@@ -86,7 +88,7 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
     with monkeypatch.context() as patch:
         stop_at(3, number, patch)
         with pytest.raises(
-            loop.Interrupted, match=rf"Stopped by {signal.Signals(number).name} after step 3, state saved in"
+            Interrupted, match=rf"Stopped by {signal.Signals(number).name} after step 3, state saved in"
         ):
             pretrain.run(config)
     assert latest(config.run_dir / "checkpoints").name == "step-00000003"
@@ -96,7 +98,7 @@ def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, mo
 
 def test_a_signal_ends_an_evaluation_which_is_made_again(make_config, whole: Config, monkeypatch) -> None:
     """Behind the last step: the run is not complete without it."""
-    config, original, evaluations = make_config("name=parts"), loop.Probe.add, []
+    config, original, evaluations = make_config("name=parts"), Probe.add, []
 
     def add_and_signal(probe, batch):
         if not probe.seen:  # the first batch of an evaluation
@@ -106,8 +108,8 @@ def test_a_signal_ends_an_evaluation_which_is_made_again(make_config, whole: Con
         original(probe, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Probe, "add", add_and_signal)
-        with pytest.raises(loop.Interrupted, match="Stopped by SIGTERM after step"):
+        patch.setattr(Probe, "add", add_and_signal)
+        with pytest.raises(Interrupted, match="Stopped by SIGTERM after step"):
             pretrain.run(config)
     assert [record["kind"] for record in numbers(config.run_dir)].count("valid") == 1
     pretrain.run(config)
@@ -115,7 +117,7 @@ def test_a_signal_ends_an_evaluation_which_is_made_again(make_config, whole: Con
 
 
 def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
-    config, original = make_config("name=parts", "checkpoint.every=100"), loop.save
+    config, original = make_config("name=parts", "checkpoint.every=100"), Run.save
 
     def save_and_signal(*what):
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -123,8 +125,8 @@ def test_repeated_signals_do_not_end_the_save(make_config, monkeypatch) -> None:
         return original(*what)
 
     stop_at(3, signal.SIGUSR1, monkeypatch)
-    monkeypatch.setattr(loop, "save", save_and_signal)
-    with pytest.raises(loop.Interrupted, match="Stopped by SIGUSR1 after step 3"):
+    monkeypatch.setattr(Run, "save", save_and_signal)
+    with pytest.raises(Interrupted, match="Stopped by SIGUSR1 after step 3"):
         pretrain.run(config)
     assert latest(config.run_dir / "checkpoints").name == "step-00000003"
     os.kill(os.getpid(), signal.SIGTERM)  # srun ends the tasks that are later than the first: they leave with 75 too

@@ -16,6 +16,7 @@ from train.build import build
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import latest
 from train.config.schema import Config, ConfigError, parse, to_dict
+from train.evaluation.evaluate import evaluate
 from train.run import begin
 from train.tasks import pretrain
 
@@ -73,7 +74,7 @@ def test_fine_tuning_begins_with_the_checkpoint_and_learns_the_answers(make_sft,
     assert last < 0.7 * first
     run = build(config)
     run.model.load_state_dict(weights(base.run_dir))
-    assert loop.evaluate(run)["loss"] == first, "the first evaluation is the checkpoint's"
+    assert evaluate(run)["loss"] == first, "the first evaluation is the checkpoint's"
     asked = run.tokenizer.decode(pretrain._prompt(run), skip_special_tokens=False)
     assert asked == "<｜begin▁of▁sentence｜><｜User｜>Hello!<｜Assistant｜></think>"
     log = (config.run_dir / "train.log").read_text()
@@ -112,7 +113,7 @@ def test_pre_training_continues_from_a_quantised_checkpoint(make_config, base: C
     pretrain.run(config)
     record = json.loads((config.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     run.model.load_state_dict(load_pretrained(released).state_dict())
-    assert record["loss"] == loop.evaluate(run)["loss"]
+    assert record["loss"] == evaluate(run)["loss"]
 
 
 def test_resuming_does_not_begin_again(make_sft) -> None:

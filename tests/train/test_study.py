@@ -13,21 +13,11 @@ from pathlib import Path
 import pytest
 
 from train.config.schema import CONF_DIR, ConfigError
-from train.studies.study import (
-    Arm,
-    Claim,
-    Measure,
-    Runner,
-    Study,
-    StudyError,
-    Tune,
-    judge,
-    main,
-    markdown,
-    read_state,
-    read_study,
-    value_of,
-)
+from train.studies.__main__ import main
+from train.studies.runner import Runner, read_state
+from train.studies.settings import Arm, Claim, Measure, Study, StudyError, Tune, read_study
+from train.studies.summary import judge, value_of
+from train.studies.tables import markdown
 
 SHIPPED = sorted(path.stem for path in (CONF_DIR / "study").glob("*.yaml"))
 

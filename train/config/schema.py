@@ -32,7 +32,7 @@ from train.config.dspark import DsparkConfig, with_drafter
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
 from train.errors import InputError
-from train.param_groups import LORA_TARGETS
+from train.lora.targets import LORA_TARGETS
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path.name.startswith("_")}
@@ -90,7 +90,7 @@ class OptimConfig:
 class LoraConfig:
     """Train low-rank factors beside the frozen weights instead of the weights; see ``train/lora/inject.py``."""
 
-    targets: list[str]  # what gets factors: names in LORA_TARGETS of train/param_groups.py; none: no LoRA
+    targets: list[str]  # what gets factors: names in LORA_TARGETS of train/lora/targets.py; none: no LoRA
     rank: PositiveInt
     alpha: PositiveFloat  # the factors' product counts alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)]  # of what the factors of linear layers and experts read

@@ -11,7 +11,8 @@ import torch
 from model.dspark import slot_weights
 from train.anchors import HELD_OUT, with_anchors
 from train.build import Run
-from train.loop import load_record, precision, sum_over_ranks, to_device, with_a_token
+from train.evaluation.probe import with_a_token
+from train.logging.records import load_record
 
 
 def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -56,15 +57,15 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         rows = len(batch["input_ids"])
         batch = with_anchors(batch, 0, first_row + world.rank * rows, settings.tokens_per_anchor, HELD_OUT)
         first_row += world.size * rows
-        batch = to_device(batch, run.device)
-        with precision(run):
+        batch = run.to_device(batch)
+        with run.autocast():
             losses = run.model.losses(
                 **batch, denominators=run.model.loss_denominators(**batch), objective=settings.objective
             )
         for name, value in losses._asdict().items():
             if name != "total":
                 sums[name] = sums.get(name, 0) + value
-    found = measures(sum_over_ranks(world, sums))
+    found = measures(world.sum_all(sums))
     if found["tau"] is None:
         raise ValueError("no held-out row has a place to draft from: two supervised tokens in a row. Hold out more")
     return {"loss": loss_of(found, settings.objective), **found, "seconds": time.perf_counter() - started}

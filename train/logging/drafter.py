@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.logging.log import Reporter, shown
+from train.logging.plot import Panel, Series, draw
 
 
 class DrafterReporter(Reporter):
@@ -21,7 +22,14 @@ class DrafterReporter(Reporter):
         return f"step={record['step']} held out: {_measured(record)} seconds={record['seconds']:.1f}"
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        plot(records, path)
+        """Expected accepted length over tokens."""
+        chosen = {
+            kind: [r for r in records if r["kind"] == kind and r["tau"] is not None] for kind in ("train", "valid")
+        }
+        series = [
+            Series(kind, [r["tokens"] for r in some], [r["tau"] for r in some], kind) for kind, some in chosen.items()
+        ]
+        draw(path, [Panel("tokens", "expected accepted length (tokens a block)", series)])
 
 
 def step_line(record: Mapping[str, Any]) -> str:
@@ -46,19 +54,3 @@ def _measured(record: Mapping[str, Any]) -> str:
     return " ".join(
         [*(f"{n}={shown(record[n], '.4f')}" for n in names), f"alpha={alpha}", f"ece={shown(record['ece'], '.3f')}"]
     )
-
-
-def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Expected accepted length over tokens, as a PNG: training as a line, held-out rows as dots."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("valid", {"marker": "o"})):
-        chosen = [record for record in records if record["kind"] == kind and record["tau"] is not None]
-        axes.plot([record["tokens"] for record in chosen], [record["tau"] for record in chosen], label=kind, **style)
-    axes.set(xlabel="tokens", ylabel="expected accepted length (tokens a block)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)

@@ -1,25 +1,23 @@
-"""Where the numbers of a run go: a log line a step, ``metrics.jsonl``, ``loss.png``, a bar on a terminal, and W&B."""
+"""Where the numbers of a run go: a log line a step, ``metrics.jsonl``, a bar on a terminal, a picture and W&B."""
 
 from __future__ import annotations
 
 import json
 import math
-import netrc
-import os
 import resource
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from train.checkpoint.run_state import TrainerState, write_text
-from train.config.schema import Config, to_dict
+from train.config.schema import Config
+from train.logging import wandb
+from train.logging.plot import Panel, Series, draw
 
 
 class Reporter:
@@ -39,7 +37,7 @@ class Reporter:
         self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
         self.console = Console(soft_wrap=True, highlight=False, markup=False)
         self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
-        self.wandb = _start_wandb(config) if config.logger.wandb else None
+        self.wandb = wandb.start(config) if config.logger.wandb else None
 
     def log(self, line: str) -> None:
         """A line for people, on the screen and in ``train.log``."""
@@ -74,7 +72,14 @@ class Reporter:
         return evaluation_line(record)
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        plot_losses(records, path)
+        """Training and validation loss over tokens."""
+        chosen = {
+            kind: [r for r in records if r["kind"] == kind and r["loss"] is not None] for kind in ("train", "valid")
+        }
+        series = [
+            Series(kind, [r["tokens"] for r in some], [r["loss"] for r in some], kind) for kind, some in chosen.items()
+        ]
+        draw(path, [Panel("tokens", "loss (nats per token)", series)])
 
     def stop_bar(self) -> None:
         """Take the bar off the screen's last line; training is over."""
@@ -94,7 +99,7 @@ class Reporter:
         self.jsonl.write(json.dumps(record) + "\n")
         if self.wandb is not None:
             kind = record["kind"]
-            flat = {f"{kind}/{key}": value for key, value in _scalars(record)}
+            flat = {f"{kind}/{key}": value for key, value in wandb.scalars(record)}
             self.wandb.log({**flat, "step": record["step"], "tokens": record["tokens"]})
 
     def _reopen(self, step: int) -> list[dict[str, Any]]:
@@ -184,79 +189,3 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
-    """Training and validation loss over tokens, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("valid", {"marker": "o"})):
-        chosen = [record for record in records if record["kind"] == kind and record["loss"] is not None]
-        axes.plot([record["tokens"] for record in chosen], [record["loss"] for record in chosen], label=kind, **style)
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
-
-
-def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Nested numbers as (dotted key, value); lists are numbered."""
-    found: list[tuple[str, float]] = []
-    for key, value in record.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found += _scalars(value, f"{name}.")
-        elif isinstance(value, list):
-            found += _scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
-        elif isinstance(value, (int, float)):
-            found.append((name, value))
-    return found
-
-
-def _start_wandb(config: Config) -> Any:
-    import wandb
-
-    known = config.run_dir / "wandb_id"
-    identity = known.read_text(encoding="utf-8").strip() if known.is_file() else None
-    run = wandb.init(
-        project=config.logger.wandb_project,
-        name=config.name,
-        id=identity,
-        resume="allow" if identity else None,
-        dir=str(config.run_dir),
-        config=to_dict(config),
-        mode=_wandb_mode(),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-    run.define_metric("*", step_metric="step")
-    write_text(known, run.id + "\n")
-    return run
-
-
-def _wandb_mode(seconds: float = 3.0) -> str | None:
-    """None (W&B obeys WANDB_MODE) if that is set; else online if there is a key and the server answers, or offline."""
-    import wandb
-
-    if os.environ.get("WANDB_MODE"):
-        return None
-    settings = wandb.setup().settings
-    url = urlsplit(settings.base_url)
-    if not settings.api_key and not _netrc_has(url.hostname):
-        return "offline"
-    try:
-        socket.create_connection(
-            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds
-        ).close()
-    except OSError:
-        return "offline"
-    return "online"
-
-
-def _netrc_has(host: str | None) -> bool:
-    try:
-        return host is not None and netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

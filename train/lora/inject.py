@@ -33,7 +33,7 @@ from model.moe import Experts, grouped_linear
 from model.parallel.tables import Head, logits
 from train.config.schema import ConfigError, LoraConfig, problem
 from train.lora.peft_format import BIASES, PREFIX, STACK, WEIGHTS
-from train.param_groups import LORA_TARGETS
+from train.lora.targets import LORA_TARGETS
 
 NAME = "default"  # `peft`'s name of the one adapter
 

@@ -19,7 +19,6 @@ from model.engram import build_token_map
 from train.build import Run
 from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.config.schema import ConfigError, problem
-from train.loop import precision, to_device
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 
 
@@ -93,8 +92,8 @@ class Teachers:
             return hidden.new_zeros(())
 
         inputs = {key: batch[key] for key in INPUTS if key != "routing"}  # a teacher chooses its own experts
-        inputs = to_device(inputs, self.run.device)
-        with precision(self.run):
+        inputs = self.run.to_device(inputs)
+        with self.run.autocast():
             model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=keep)
         return kept["hidden"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from train.logging.log import Reporter, shown
+from train.logging.plot import Panel, Series, draw
 
 MEASURES = ("reward", "accuracy", "length")
-STYLES = {"train": {"linewidth": 0.8, "alpha": 0.6}, "valid": {"marker": "o", "linestyle": ""}}
 
 
 class RlReporter(Reporter):
@@ -24,7 +24,17 @@ class RlReporter(Reporter):
         return evaluation_line(record)
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        plot(records, path)
+        """Reward, accuracy and reasoning length by effort over steps: training as lines, held-out prompts as dots."""
+        efforts = sorted({int(effort) for record in records for effort in record["efforts"]})
+        panels = []
+        for name in MEASURES:
+            series = [
+                _series(records, kind, effort, name, number / max(len(efforts) - 1, 1))
+                for number, effort in enumerate(efforts)
+                for kind in ("train", "valid")
+            ]
+            panels.append(Panel("step", "reasoning tokens" if name == "length" else name, series))
+        draw(path, panels, (13.0, 4.0))
 
 
 def step_line(record: Mapping[str, Any]) -> str:
@@ -67,26 +77,12 @@ def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Reward, accuracy and reasoning length by effort over steps: training as lines, held-out prompts as dots."""
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    efforts = sorted({int(effort) for record in records for effort in record["efforts"]})
-    colours = {e: colormaps["viridis"](n / max(len(efforts) - 1, 1)) for n, e in enumerate(efforts)}
-    for axes, name in zip(figure.subplots(1, len(MEASURES)), MEASURES, strict=True):
-        for effort in efforts:
-            for kind, style in STYLES.items():
-                chosen = [r for r in records if r["kind"] == kind and str(effort) in r["efforts"]]
-                values = [r["efforts"][str(effort)][name] for r in chosen]
-                label = f"effort {effort}" if kind == "valid" else None
-                axes.plot([r["step"] for r in chosen], values, color=colours[effort], label=label, **style)
-        axes.set(xlabel="step", title={"length": "reasoning tokens"}.get(name, name))
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+def _series(records: list[dict[str, Any]], kind: str, effort: int, name: str, shade: float) -> Series:
+    """One measure of one effort over steps."""
+    chosen = [r for r in records if r["kind"] == kind and str(effort) in r["efforts"]]
+    values = [r["efforts"][str(effort)][name] for r in chosen]
+    label = f"effort {effort}" if kind == "valid" else None
+    return Series(kind, [r["step"] for r in chosen], values, label, shade, joined=kind == "train")
 
 
 def _by_effort(record: Mapping[str, Any], name: str, form: str) -> str:

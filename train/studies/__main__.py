@@ -1,7 +1,62 @@
-"""``python -m train.studies NAME``: see ``study.py``."""
+"""``python -m train.studies NAME``: train the arms of ``conf/study/NAME.yaml`` side by side and print what came out.
 
+Every (arm, seed) is an ordinary run of ``python -m train`` in a process of its own with one thread. Runs are named by
+the settings in which they differ from their experiment, so studies of one experiment share equal runs, and nothing that
+is finished is trained again: after an interruption, the same command goes on. The table is printed, and written with
+all its numbers to ``<output>/NAME.md`` and ``.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from train.studies.study import main
+from rich.console import Console
 
-sys.exit(main())
+from train.checkpoint.run_state import write_text
+from train.errors import REFUSED
+from train.studies.runner import Runner
+from train.studies.settings import read_study
+from train.studies.tables import markdown, show
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one study; exit code 0, or 2 with a message."""
+    parser = argparse.ArgumentParser(prog="python -m train.studies", description=__doc__.splitlines()[0])
+    parser.add_argument("name", help="a file in conf/study, without .yaml")
+    parser.add_argument("overrides", nargs="*", help="key=value for every run, for example task.tokens=20000")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time, one thread each (default 2)")
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where runs and tables go")
+    options = parser.parse_args(arguments)
+    path = options.output / options.name
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        study = read_study(options.name)
+        result = Runner(study, options.output, options.overrides, options.jobs).run()
+        write_text(path.with_suffix(".json"), json.dumps(result, indent=1))
+        write_text(path.with_suffix(".md"), markdown(study, result))
+    except REFUSED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on where it was.", file=sys.stderr)
+        return 130
+    show(study, result, Console())
+    print(f"written: {path}.md and .json")
+    return 0
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

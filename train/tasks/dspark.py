@@ -13,14 +13,14 @@ from typing import Any
 
 from model.dspark import DraftDenominators, DraftLosses
 from train.anchors import with_anchors
-from train.build import Run, build
+from train.build import Batch, Run, build
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.errors import user_errors
 from train.evaluation.drafter import evaluate, loss_of, measures
 from train.logging.drafter import DrafterReporter
 from train.logging.log import Reporter, memory_gib
-from train.loop import Batch, repeat, resume, save, to_device, train_step
+from train.loop import repeat, train_step
 from train.run import begin, report_files, run_logger, run_session
 
 
@@ -34,7 +34,7 @@ def run(config: Config) -> None:
     with run_session(config) as (world, folder, changes):
         with user_errors():
             objects = build(config, world)
-            state = resume(objects, folder) if folder else begin(objects)
+            state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes, DrafterReporter) as report:
             train(objects, state, report)
             _summarise(objects, state, report)
@@ -52,7 +52,7 @@ def train(run: Run, state: TrainerState, report: Reporter) -> None:
         waited = time.perf_counter() - started
         return step(run, state, read, waited, started)
 
-    repeat(run, state, report, next_step, partial(evaluate, run), partial(save, run))
+    repeat(run, state, report, next_step, partial(evaluate, run), run.save)
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
@@ -61,9 +61,7 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
     rows = run.config.task.per_rank_batch(world.size)[0]
     first = state.step * rows * world.size * run.micro_batches + world.rank * rows
     micro_batches = [
-        to_device(
-            with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor), run.device
-        )
+        run.to_device(with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor))
         for n, batch in enumerate(read)
     ]
 

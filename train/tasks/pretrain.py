@@ -13,7 +13,7 @@ from train.config.schema import Config
 from train.errors import user_errors
 from train.evaluation.exact_match import most_frequent
 from train.logging.log import Reporter
-from train.loop import resume, train
+from train.loop import train
 from train.run import begin, report_files, run_logger, run_session
 from train.tasks.sample import sample
 
@@ -28,7 +28,7 @@ def run(config: Config) -> None:
     with run_session(config) as (world, folder, changes):
         with user_errors():
             objects = build(config, world)
-            state = resume(objects, folder) if folder else begin(objects)
+            state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes) as report:
             train(objects, state, report)
             _summarise(objects, state, report)

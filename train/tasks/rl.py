@@ -27,10 +27,11 @@ from data.tokenizer_files import tokenizer_files
 from model import DeepseekV41, save_pretrained
 from train.build import Run, build
 from train.checkpoint import storage
-from train.checkpoint.run_state import Background, CheckpointError, TrainerState
+from train.checkpoint.background import Background
+from train.checkpoint.run_state import CheckpointError, TrainerState
 from train.config.schema import Config
 from train.errors import user_errors
-from train.loop import precision, repeat, resume, save, to_device, train_step
+from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, SamplingPlan, Subgroup, encoded
 from train.rl.distill import Teachers
@@ -71,7 +72,7 @@ def run(config: Config) -> None:
             wanted = config.rl.loss is not None and config.rl.loss.kl
             reference = copy.deepcopy(objects.model).requires_grad_(False) if wanted else None
             if folder:
-                state = resume(objects, folder)
+                state = objects.resume(folder)
         tasks = [task.reward for task in config.rl.tasks]
         with closing(Rewards(tasks, config.rl.reward_workers, config.rl.reward_seconds)) as rewards:
             policy = make_policy(objects, rewards, reference)
@@ -122,7 +123,7 @@ def open_rollout(run: Run) -> Rollout:
     """What ``rl.rollout`` names: generation in this process, or servers."""
     settings = run.config.rl
     if settings.rollout is None:
-        return LocalRollout(run.model, settings.in_flight, lambda: precision(run))
+        return LocalRollout(run.model, settings.in_flight, run.autocast)
 
     def export(model: DeepseekV41, folder: Path) -> None:
         files = tokenizer_files(run.config.data, run.tokenizer)
@@ -173,7 +174,7 @@ def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[st
     scored = score(groups, settings.length, settings.trained)
     mine, counts = method.batches(scored, state.step)
     dummy_batches = max(run.world.gather(len(mine))) - len(mine)
-    mine = [to_device(batch, run.device) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
+    mine = [run.to_device(batch) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
     met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
@@ -264,7 +265,7 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
     torch.save({"ranks": run.world.size, **policy.collector.state_dict()}, temporary)
     os.replace(temporary, path)
     run.world.barrier()
-    saved = save(run, state, background)
+    saved = run.save(state, background)
     if run.world.first:
         kept = {state.step} | {int(path.name[5:]) for path in saved.parent.glob("step-*")}
         for old in folder.iterdir():

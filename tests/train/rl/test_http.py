@@ -22,8 +22,8 @@ from tests.distributed.ranks import Group
 from tests.model.tiny import no_rounding, tiny_config, tiny_model  # noqa: F401
 from tests.train.rl.toyserver import Fault, ToyServer
 from train.config.schema import Config, ConfigError, to_dict
-from train.distributed.engine import World
-from train.loop import Interrupted
+from train.distributed.world import World
+from train.errors import Interrupted
 from train.rl.rollout.base import LocalRollout
 from train.rl.rollout.http import HttpRollout, Limits
 from train.rl.rollout.servers import Call, ServerError, Servers, ServersConfig

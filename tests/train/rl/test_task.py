@@ -18,7 +18,8 @@ from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
 from train.checkpoint.run_state import TrainerState, latest
 from train.config.schema import Config, ConfigError
-from train.loop import Interrupted, resume, train_step
+from train.errors import Interrupted
+from train.loop import train_step
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
 from train.rl.policy_gradient import log_probs_under
@@ -42,7 +43,7 @@ def records(config: Config) -> list[dict]:
 
 def weights(config: Config) -> dict[str, torch.Tensor]:
     run = build(config)
-    resume(run, latest(config.run_dir / "checkpoints"))
+    run.resume(latest(config.run_dir / "checkpoints"))
     return run.model.state_dict()
 
 

@@ -29,7 +29,7 @@ import torch
 
 from model import DeepseekV41
 from model.generate import Request, Sample, uniform
-from train.distributed.engine import World
+from train.distributed.world import World
 from train.rl.rollout.base import pack_sample, unpack_sample
 from train.rl.rollout.servers import Failure, Server, ServerError, Servers
 

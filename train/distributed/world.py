@@ -1,0 +1,178 @@
+"""The processes of a run as one of them sees them: who it is, what it shares with whom, sums over all."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
+from train.config.schema import ConfigError
+from train.distributed.failure_detector import SILENCE, RankLost, Watch, message
+
+# What starts processes, by the variables it sets: rank, number of processes, rank on this host.
+LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where this process stands among those that were started together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
+    """What the launcher says, if there is one.
+
+    Raises:
+        ConfigError: it says half of it.
+    """
+    for names in LAUNCHERS:
+        if all(name in environment for name in names[:2]):
+            rank, size = (int(environment[name]) for name in names[:2])
+            if size == 1:
+                return ProcessInfo()
+            missing = [name for name in (names[2], "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+            if missing:
+                rule = f"{size} processes were started, but the environment lacks {', '.join(missing)}"
+                raise ConfigError([f"{rule}. Start them by torchrun, or see slurm/"])
+            return ProcessInfo(rank, size, int(environment[names[2]]))
+    return ProcessInfo()
+
+
+def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
+    """``auto`` is a CUDA device if there is one, else the CPU. A process that sees several takes its own."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if process.size == 1:
+        return torch.device("cuda")
+    return torch.device("cuda", process.local_rank if torch.cuda.device_count() > 1 else 0)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    parallel: Parallel = ONE_PROCESS
+    replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
+    # ^ by the number of parts a parameter is split into: the ranks that hold the same part as this one
+    watch: Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that prints, logs and writes."""
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in process; returns it."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_all(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sum of each over all ranks, in one call for each dtype."""
+        if self.size == 1:
+            return tensors
+        found: dict[str, Tensor] = {}
+        for dtype in {value.dtype: None for value in tensors.values()}:
+            names = [name for name, value in tensors.items() if value.dtype == dtype]
+            flat = self.sum_(torch.cat([tensors[name].flatten() for name in names]))
+            pieces = flat.split([tensors[name].numel() for name in names])
+            found |= {name: piece.view_as(tensors[name]) for name, piece in zip(names, pieces, strict=True)}
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        return bool(self.sum_(torch.tensor(int(flag))))
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, a picklable object."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, a picklable object, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            self.any(False)
+
+    @contextmanager
+    def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
+        """Around what the ranks do together. All end when one does, with a message that names it.
+
+        ``agreed``: exceptions that every rank raises at the same place.
+
+        Raises:
+            RankLost: another rank ended or no longer answers.
+        """
+        if self.watch is None:
+            yield
+            return
+        try:
+            yield
+        except agreed:
+            self._part()
+            raise
+        except Exception as error:
+            # A rank whose peer is gone gets some error from the collective call, before the watch knows who it is.
+            lost = self.watch.verdict(SILENCE + 5 if _from_collective(error) else 0)
+            self.watch.leave_word(f"{type(error).__name__}: {error}")
+            if lost and _from_collective(error):
+                raise RankLost(message(lost), told=not self.watch.speaks()) from error
+            raise
+        self._part()
+
+    def _part(self) -> None:
+        self.barrier()
+        self.watch.close()
+        dist.destroy_process_group()
+
+
+def run_to_the_end(main: Callable[[], None]) -> None:
+    """Call ``main``, the whole program, and end the process. One of several ends with all that Python does at its end
+    except taking itself apart: a thread of gloo or of the store that comes back to Python during that, if only to drop
+    a tensor, aborts the process.
+    """
+    if all(os.environ.get(size, "1") == "1" for _, size, _ in LAUNCHERS):
+        main()
+        return
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _from_collective(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

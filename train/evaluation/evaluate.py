@@ -1,0 +1,51 @@
+"""Held-out loss of a run that trains on text or conversations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from train.build import Run
+from train.evaluation.exact_match import ExactMatch
+from train.evaluation.probe import Probe, with_a_token
+from train.logging.records import load_record
+
+
+@torch.no_grad()
+def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    """Cross-entropy on the held-out rows, in nats per token and bits per byte; how even their expert load is; and how
+    much of the true top-k attention mass the indexers find on the first of them. Of conversations also how many answers
+    are right to the last token. Changes no state. None as soon as ``stop`` says so, on any rank.
+    """
+    started = time.perf_counter()
+    nats = torch.zeros((), dtype=torch.float64)
+    targets, load, probe = torch.zeros((), dtype=torch.int64), 0, Probe(run)
+    chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
+    for batch in run.valid_batches:
+        if run.world.any(stop()):
+            return None
+        batch, real = with_a_token(run.to_device(batch))
+        with run.autocast():
+            judge = ExactMatch() if chat else None
+            losses = run.model.losses(**batch, denominators=run.model.loss_denominators(**batch), objective=judge)
+            probe.add(batch)
+        nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
+        load = load + losses.expert_load * real
+        if judge:
+            answers += judge.count(batch["seq_lens"], batch["input_ids"].shape[1]).cpu()
+    right, asked = run.world.sum_(answers).tolist()
+    nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
+    loss, load = nats / targets, run.world.sum_(load)
+    return {
+        "loss": loss,
+        "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
+        "targets": targets,
+        **({"exact_match": right / asked, "answers": asked} if chat else {}),
+        "index_recall": probe.recall,
+        "expert_load": load_record(load),
+        "seconds": time.perf_counter() - started,
+    }

@@ -1,0 +1,68 @@
+"""How much of the true top-k attention mass the indexers find: measured on the first held-out documents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from model import indexer_recall
+from model.vision import START as IMAGE_START
+from train.build import Batch, Run
+
+PROBE_TOKENS = 1024  # the recall of the indexers costs the square of this
+
+
+@dataclass
+class Probe:
+    """``model.indexer_recall`` of every index source on the first held-out documents, at most ``PROBE_TOKENS``: the
+    same ones whatever the number of processes and of rows in a batch.
+    """
+
+    run: Run
+    recall: list[float | None] = field(default_factory=list)  # None where no query sees more entries than the top-k
+    seen: int = 0  # tokens of the batches so far, of all ranks
+    sums: torch.Tensor | float = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Take all ranks' next ``batch`` into account; all call it together."""
+        if self.seen >= PROBE_TOKENS:
+            return
+        lengths, world, seen = batch["seq_lens"], self.run.world, self.seen
+        sizes = world.gather(int(lengths.sum()))
+        self.seen += sum(sizes)
+        end = seen + sum(sizes[: world.rank]) + lengths.flatten().cumsum(0)
+        kept = torch.where(end <= PROBE_TOKENS, lengths.flatten(), 0).view_as(lengths)
+        if not world.any(bool(kept.any())):
+            if seen or "pixel_values" in batch:
+                return
+            if world.first:  # the first document alone is longer
+                kept[0, 0] = PROBE_TOKENS
+        recall = indexer_recall(self.run.model, _first_documents(batch, kept), self._all)
+        self.recall = [None if math.isnan(value) else value for value in recall.tolist()]
+
+    def _all(self, sums: torch.Tensor) -> torch.Tensor:
+        self.sums = self.run.world.sum_(sums) + self.sums
+        return self.sums
+
+
+def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
+    """The batch with ``kept``, the lengths of its first documents and then zeros, in place of ``seq_lens``."""
+    probe, _ = with_a_token({**batch, "seq_lens": kept})
+    if "pixel_values" in batch:
+        real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
+        grids = batch["image_grid_hws"][: ((batch["vision_token_types"] == IMAGE_START) & real).sum()]
+        probe.update(image_grid_hws=grids, pixel_values=batch["pixel_values"][: grids.prod(1).sum()])
+    return probe
+
+
+def with_a_token(batch: Batch) -> tuple[Batch, bool]:
+    """The batch, and whether it has a token. One of padding alone (a rank's share of the last rows can be that) gets
+    one, unsupervised, for all ranks must run the model together.
+    """
+    if batch["seq_lens"].any():
+        return batch, True
+    lengths = batch["seq_lens"].clone()
+    lengths[0, 0] = 1
+    return {**batch, "seq_lens": lengths}, False

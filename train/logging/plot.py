@@ -1,0 +1,52 @@
+"""Pictures of a run, as PNG files. The only importer of matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STYLES = {"train": {"linewidth": 0.8, "alpha": 0.7}, "valid": {"marker": "o"}}
+SIZE = (8.0, 4.5)  # inches, of a single panel
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one kind of record (a key of ``STYLES``)."""
+
+    kind: str
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str | None
+    shade: float | None = None  # a colour between 0 (dark) and 1 (bright); None: matplotlib's next
+    joined: bool = True  # by a line
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    xlabel: str
+    ylabel: str
+    series: Sequence[Series]
+
+
+def draw(path: Path, panels: Sequence[Panel], size: tuple[float, float] = SIZE) -> None:
+    """Draw the panels side by side; the last one has the legend."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for series in panel.series:
+            style = {**STYLES[series.kind], "label": series.label}
+            if series.shade is not None:
+                style["color"] = colormaps["viridis"](series.shade)
+            if not series.joined:
+                style["linestyle"] = ""
+            axes.plot(series.x, series.y, **style)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)

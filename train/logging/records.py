@@ -1,0 +1,20 @@
+"""The records of steps and evaluations: plain numbers, as ``metrics.jsonl`` holds them."""
+
+from __future__ import annotations
+
+import torch
+
+from optim import load_statistics
+
+MODALITIES = ("text", "image")
+
+
+def load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+    """Per modality that had tokens: load max/mean and entropy (nats) of every layer. ``load``: [layers, 2, experts]."""
+    worst, entropy = load_statistics(load)
+    present = load.sum((0, 2)) > 0
+    return {
+        name: {"max_over_mean": worst[:, i].tolist(), "entropy": entropy[:, i].tolist()}
+        for i, name in enumerate(MODALITIES)
+        if present[i]
+    }

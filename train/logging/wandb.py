@@ -1,0 +1,74 @@
+"""Weights & Biases. The only importer of wandb."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from train.checkpoint.run_state import write_text
+from train.config.schema import Config, to_dict
+
+
+def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Nested numbers as (dotted key, value); lists are numbered."""
+    found: list[tuple[str, float]] = []
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += scalars(value, f"{name}.")
+        elif isinstance(value, list):
+            found += scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
+        elif isinstance(value, (int, float)):
+            found.append((name, value))
+    return found
+
+
+def start(config: Config) -> Any:
+    """W&B's run: a new one, or the one that an earlier process has begun for this run directory."""
+    import wandb
+
+    known = config.run_dir / "wandb_id"
+    identity = known.read_text(encoding="utf-8").strip() if known.is_file() else None
+    run = wandb.init(
+        project=config.logger.wandb_project,
+        name=config.name,
+        id=identity,
+        resume="allow" if identity else None,
+        dir=str(config.run_dir),
+        config=to_dict(config),
+        mode=_mode(),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    run.define_metric("*", step_metric="step")
+    write_text(known, run.id + "\n")
+    return run
+
+
+def _mode(seconds: float = 3.0) -> str | None:
+    """None (W&B obeys WANDB_MODE) if that is set; else online if there is a key and the server answers, or offline."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE"):
+        return None
+    settings = wandb.setup().settings
+    url = urlsplit(settings.base_url)
+    if not settings.api_key and not _netrc_has(url.hostname):
+        return "offline"
+    try:
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=seconds
+        ).close()
+    except OSError:
+        return "offline"
+    return "online"
+
+
+def _netrc_has(host: str | None) -> bool:
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,41 @@
+"""Signals that ask a run to stop: noted at once, obeyed after the step, with the run state saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from train.errors import Interrupted
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list that receives the names of SIGUSR1, SIGTERM and SIGINT. A second Ctrl-C acts as usual, at once.
+
+    Slurm sends SIGUSR1 ahead of the time limit, and SIGTERM once more to processes that a job script has signalled
+    already, and to those that end after the first: a repeated one ends neither the save that the first began nor, after
+    ``Interrupted``, the orderly exit.
+    """
+    received: list[str] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, note)
+    ends = False
+    try:
+        yield received
+    except Interrupted:
+        ends = True
+        raise
+    finally:
+        for number, handler in before.items():
+            if not ends or number == signal.SIGINT:
+                signal.signal(number, handler)

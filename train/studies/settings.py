@@ -1,0 +1,102 @@
+"""A study as its file in ``conf/study`` describes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from train.config.schema import CONF_DIR
+from train.config.strict import STRICT
+from train.errors import InputError
+
+
+class StudyError(InputError):
+    """A study cannot be run, or some of its runs failed; the message names them."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class Tune:
+    """A setting that an arm may choose: every value runs on the first seed, the lowest validation loss wins."""
+
+    key: str
+    values: Annotated[list[float], Field(min_length=2)]
+
+
+@dataclass(config=STRICT, frozen=True)
+class Arm:
+    """One side of a comparison: the experiment with these overrides."""
+
+    overrides: list[str]
+    tune: Tune | None = None
+
+
+@dataclass(config=STRICT, frozen=True)
+class Measure:
+    """A number of a finished run: a dotted path into its last evaluation, or into one of the study's ``evaluations``;
+    ``a - b`` is the difference of two. A list counts by its mean.
+    """
+
+    path: str
+    digits: int = 4
+
+
+@dataclass(config=STRICT, frozen=True)
+class Claim:
+    """What should come out: ``arm`` below or above ``than`` by more than ``margin`` in every seed, or on average."""
+
+    text: str
+    measure: str
+    arm: str
+    than: str
+    should_be: Literal["lower", "higher"]
+    margin: float = 0.0
+    seeds: Literal["all", "mean"] = "all"
+
+
+@dataclass(config=STRICT, frozen=True)
+class Study:
+    """A comparison, as its file in ``conf/study`` describes it."""
+
+    title: str
+    experiment: str
+    seeds: Annotated[list[int], Field(min_length=1)]
+    arms: Annotated[dict[str, Arm], Field(min_length=1)]
+    measures: Annotated[dict[str, Measure], Field(min_length=1)]
+    claims: list[Claim] = Field(default_factory=list)
+    evaluations: dict[str, list[str]] = Field(default_factory=dict)  # the same weights under other settings
+    notes: list[str] = Field(default_factory=list)  # printed below the table
+
+    def __post_init__(self) -> None:
+        bad = [
+            f"claims.{i}.{key}: {value!r} is not among {', '.join(known)}"
+            for i, claim in enumerate(self.claims)
+            for key, value, known in (
+                ("measure", claim.measure, self.measures),
+                ("arm", claim.arm, self.arms),
+                ("than", claim.than, self.arms),
+            )
+            if value not in known
+        ]
+        if bad:
+            raise ValueError("; ".join(bad))
+
+
+def read_study(name: str) -> Study:
+    """``conf/study/<name>.yaml``, checked.
+
+    Raises:
+        StudyError: there is no such study, or its file has a mistake.
+    """
+    path = CONF_DIR / "study" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
+        raise StudyError(f"there is no study {name!r}; known are {known}")
+    try:
+        return TypeAdapter(Study).validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise StudyError(f"{path} has these problems:\n  " + "\n  ".join(lines)) from None
