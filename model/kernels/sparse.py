@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
+from model.kernels.sums import DETERMINISTIC_BYTES, add_in_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Bytes of a tile of keys, and at most of a query's heads.
 TILE_BYTES = 2**16
-# Bytes of entry gradients written out at a time where their sums have a fixed order.
-DETERMINISTIC_BYTES = 2**31
 
 
 def sparse_attention(
@@ -171,31 +170,6 @@ def _differentiate(ctx, d_out: Tensor, *_):
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
-
-
-@operator("add_in_order")
-def _in_order(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """fp32 [N, D]: sums of `rows` [R, D] over order[ends[n-1]:ends[n]], in that order."""
-    out = rows.new_empty(len(ends), rows.shape[1])
-    launch(
-        _in_order_kernel,
-        (len(ends),),
-        *(rows, order, ends, out),
-        DIM=rows.shape[1],
-        DIM_TILE=padded(rows.shape[1]),
-        num_warps=4,
-    )
-    return out
-
-
-def add_in_order(target: Tensor, rows: Tensor, index: Tensor) -> None:
-    """target[index] += rows, sums in the order of the rows: target fp32 [N, D], rows fp32 [..., D], index [...] (-1 =
-    nowhere).
-    """
-    index, order = index.flatten().sort(stable=True)
-    ends = torch.searchsorted(index, torch.arange(len(target), device=index.device, dtype=index.dtype), right=True)
-    first = torch.searchsorted(index, index.new_zeros(1)).expand(1)
-    target += _in_order(rows.flatten(0, -2), order, torch.cat([first, ends]))[1:]
 
 
 @triton.jit
@@ -477,14 +451,3 @@ def _window_backward_kernel(
     channel = tl.arange(0, DIM_TILE)[None, :]
     here = (key < tokens)[:, None] & (channel < DIM)
     tl.store(d_window + key[:, None] * DIM + channel, total.to(d_window.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _in_order_kernel(rows, order, ends, out, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, DIM_TILE)
-    start = tl.load(ends + program - 1, mask=program > 0, other=0)
-    total = tl.zeros([DIM_TILE], tl.float32)
-    for at in range(start, tl.load(ends + program)):
-        total += tl.load(rows + tl.load(order + at) * DIM + channel, mask=channel < DIM, other=0.0)
-    tl.store(out + program * DIM + channel, total, mask=channel < DIM)

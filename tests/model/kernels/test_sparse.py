@@ -11,6 +11,7 @@ from model.sparse import dense_attention
 
 pytest.importorskip("triton", reason="the package triton is not installed: pip install 'narrows[kernels]'")
 from model.kernels import sparse as fast  # noqa: E402
+from model.kernels.sums import add_in_order  # noqa: E402
 
 SHAPES = [
     # tokens, heads, dim, window, entries, selected, documents
@@ -74,7 +75,7 @@ def test_sums_in_order_are_the_same_every_time(device: str) -> None:
         if at >= 0:
             expected[at] += row
     target = torch.zeros(7, 8, device=device)
-    fast.add_in_order(target, rows.to(device), index.to(device))
+    add_in_order(target, rows.to(device), index.to(device))
     assert torch.equal(target.cpu(), expected)
 
 
