@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.kernels.switch import in_triton
 from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
 from model.precision import without_autocast
@@ -75,15 +76,57 @@ def select(
     blocks = (entries.own or entries.slots) // block
     restrict = pool is not None and blocks > pool
     candidates = torch.full((tokens, pool), -1, dtype=torch.int32, device=keys.device) if restrict else None
-    scored = _scores_of_own if entries.own else _scores_of_ranges
-    for rows, low, scores in scored(query, keys, entries, block):
-        peaks = scores.unflatten(1, (-1, block)).amax(-1)  # best score of each block
-        best = _best(scores, peaks, topk, low, block)
+    selected = _selected_by_kernels if in_triton(query.q) and block & (block - 1) == 0 else _selected
+    for rows, low, peaks, best in selected(query, keys, entries, topk, block):
         topk_indices[rows, : best.shape[1]] = best
         if restrict:
             kept = _best_blocks(peaks, entries.visible_from[rows], entries.visible_to[rows], low, block, pool)
             candidates[rows, : kept.shape[1]] = kept
     return topk_indices, candidates
+
+
+def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
+    """(queries, their first slot, best score of each of their blocks, their best entries)."""
+    scored = _scores_of_own if entries.own else _scores_of_ranges
+    for rows, low, scores in scored(query, keys, entries, block):
+        peaks = scores.unflatten(1, (-1, block)).amax(-1)
+        yield rows, low, peaks, _best(scores, peaks, topk, low, block)
+
+
+def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
+    """The same without scores in memory: those of the entries in the best blocks are computed again. A block must be a
+    power of two.
+    """
+    from model.kernels.indexer import block_peaks
+
+    if entries.own:
+        tokens, blocks = query.q.shape[0], entries.own // block
+        step = max(1, chunk_elements(keys.device) // (min(topk, blocks) * block))
+        chunks = ((at, min(at + step, tokens), None, None) for at in range(0, tokens, step))
+    else:
+        chunks = _query_chunks(entries, 1 / block, block)
+    for start, stop, low, high in chunks:
+        rows = slice(start, stop)
+        blocks = (entries.own or high - low) // block
+        visible = entries.visible_from[rows], entries.visible_to[rows]
+        asked = query.q[rows], query.weights[rows], keys
+        peaks = block_peaks(*asked, *visible, low or 0, blocks, block, bool(entries.own), TIE_BREAK)
+        low = visible[0][:, None] if entries.own else low
+        top = peaks.topk(min(topk, blocks), dim=-1)
+        best = (top.indices + low // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
+        yield rows, low, peaks, _best_of_blocks(*asked, best, visible[1], topk, block)
+
+
+def _best_of_blocks(
+    q: Tensor, weights: Tensor, keys: Tensor, blocks: Tensor, visible_to: Tensor, topk: int, block: int
+) -> Tensor:
+    """Slots of the best entries in each query's blocks int32 [C, M]: int32 [C, min(topk, M * block)], by kernel."""
+    from model.kernels.indexer import candidate_scores
+
+    scores = candidate_scores(q, weights, keys, blocks, visible_to, block, TIE_BREAK)
+    best = scores.topk(min(topk, scores.shape[1]), dim=-1)
+    slots = blocks.gather(1, best.indices // block) * block + best.indices % block
+    return slots.masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
 
 
 def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
@@ -120,12 +163,18 @@ def select_from_candidates(
     """Score only the entries of each query's candidate blocks: int32 [T, topk], O(T * M * b) whatever the length."""
     tokens, pool = candidates.shape
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
-    per_query = pool * block * (query.q.shape[1] + keys.shape[1])
+    kernels = in_triton(query.q)
+    per_query = pool * block * (1 if kernels else query.q.shape[1] + keys.shape[1])
     step = max(1, chunk_elements(keys.device) // per_query)
     within = torch.arange(block, device=keys.device, dtype=torch.int32)
     scratch = Scratch()
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
+        if kernels:
+            asked = query.q[rows], query.weights[rows], keys, candidates[rows], entries.visible_to[rows]
+            found = _best_of_blocks(*asked, topk, block)
+            topk_indices[rows, : found.shape[1]] = found
+            continue
         slots = (candidates[rows, :, None].clamp(min=0) * block + within).flatten(1)
         chosen = scratch.rows("chosen", keys, slots)
         scores = _scores(query.q[rows], query.weights[rows], chosen, scratch)
@@ -139,9 +188,10 @@ def select_from_candidates(
     return topk_indices
 
 
-def _query_chunks(entries: Entries, heads: int, block: int):
+def _query_chunks(entries: Entries, cost: float, block: int):
     """(start, stop, low, high): query ranges and the whole-block range of slots that they can see, bounded in size also
-    where a chunk spans many short documents; queries that see none are left out.
+    where a chunk spans many short documents; queries that see none are left out. cost: numbers kept for each
+    slot that a query scores.
     """
     first, last = entries.host_from.tolist(), entries.host_to.tolist()
     budget = chunk_elements(entries.visible_to.device)
@@ -149,7 +199,7 @@ def _query_chunks(entries: Entries, heads: int, block: int):
     while start < tokens:
         low, size = first[start], 16
         # a chunk's reach only grows along the batch, so it may double while its scores fit the budget
-        while size < tokens - start and heads * 2 * size * (last[min(start + 2 * size, tokens) - 1] - low) <= budget:
+        while size < tokens - start and cost * 2 * size * (last[min(start + 2 * size, tokens) - 1] - low) <= budget:
             size *= 2
         stop = min(start + size, tokens)
         high = min(-(-last[stop - 1] // block) * block, entries.slots)
@@ -225,14 +275,12 @@ def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervise
     over the same entries. supervised bool [T]: the queries that count; those that see no entry are left out. V3.2's
     sparse stage, carried over to V4.1.
     """
-    return _IndexerLoss.apply(
-        indexer_loss_inputs.query.q,
-        indexer_loss_inputs.query.weights,
-        indexer_loss_inputs.keys,
-        indexer_loss_inputs.topk_indices,
-        mass,
-        supervised,
-    )
+    (q, weights), keys, topk_indices = indexer_loss_inputs
+    if in_triton(q):
+        from model.kernels import indexer as kernels
+
+        return kernels.indexer_loss(q, weights, keys, topk_indices, mass, supervised)
+    return _IndexerLoss.apply(q, weights, keys, topk_indices, mass, supervised)
 
 
 class _IndexerLoss(torch.autograd.Function):

@@ -302,22 +302,19 @@ def _loss_kernel(
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(score - new_top), 0)
         top = new_top
         all_mass += tl.sum(tl.load(mass + at + number, mask=index >= 0, other=0.0), 0)
-    normaliser = top + tl.log(total)
-    all_mass = tl.maximum(all_mass, 1.1754943508222875e-38)
+    normaliser = top + tl.log(tl.maximum(total, 1.0))  # below 1 only where nothing is selected
+    divisor = tl.maximum(all_mass, 1.1754943508222875e-38)
+    share = all_mass / divisor  # of the target: 1, or 0 where it has no mass at all
     loss = tl.zeros([], tl.float32)
     d_query = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
     d_weight = tl.zeros([HEADS_TILE], tl.float32)
-    share = tl.zeros([], tl.float32)  # of the target: 1, or 0 where it has no mass at all
-    for at in range(0, end, SLOTS_TILE):
-        valid = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1) >= 0
-        share += tl.sum(tl.load(mass + at + number, mask=valid, other=0.0) / all_mass, 0)
     for at in range(0, end, SLOTS_TILE):
         index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1).to(tl.int64)
         valid = index >= 0
         tile = _load_rows(keys, index, valid, DIM, DIM_TILE)
         active = tl.maximum(tl.dot(tile, tl.trans(query), input_precision="ieee"), 0.0)
         student = tl.where(valid, tl.sum(active * weight, 1) - normaliser, 0.0)
-        target = tl.load(mass + at + number, mask=valid, other=0.0) / all_mass
+        target = tl.load(mass + at + number, mask=valid, other=0.0) / divisor
         entropy = tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0)
         loss += tl.sum(entropy - target * student, 0)
         if NEED:

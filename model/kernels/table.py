@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import TextConfig
-from model.kernels import hyper, rope, sparse
+from model.kernels import hyper, indexer, rope, sparse
 from model.kernels.launch import Launch, recording
 
 # H200, dense bf16 and memory, as the data sheet says.
@@ -91,6 +91,15 @@ def released_launches(tokens: int = 65536) -> list[Launch]:
         out, mass, lse = sparse._attention(*attended, c.head_dim**-0.5, c.sliding_window)
         for deterministic in (False, True):
             sparse._attention_backward(out, *attended, out, lse, c.head_dim**-0.5, c.sliding_window, deterministic)
+        asked = meta(tokens, c.index_n_heads, c.index_head_dim), fp32(tokens, c.index_n_heads)
+        keys, visible = meta(tokens, c.index_head_dim), window_start
+        block = c.candidate_block_size
+        indexer.block_peaks(*asked, keys, visible, visible, 0, tokens // block, block, False, 0.0)
+        candidates = meta(tokens // 8, c.candidate_topk_blocks, dtype=torch.int32)
+        indexer.candidate_scores(*(x[: tokens // 8] for x in asked), keys, candidates, visible, block, 0.0)
+        supervised = meta(tokens, dtype=torch.bool)
+        for deterministic in (False, True):
+            indexer._loss(*asked, keys, topk_indices, mass, supervised, True, deterministic)
     return _different(found)
 
 
