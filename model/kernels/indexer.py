@@ -1,5 +1,5 @@
-"""The indexer in Triton: block peaks of the index scores, scores of chosen blocks, and the KL loss. See model/indexer.py
-for what they compute.
+"""The indexer in Triton: block peaks of the index scores, scores of chosen blocks, and the KL loss. See
+model/indexer.py for what they compute.
 
 No score is written out but those of chosen blocks: a first pass keeps the best score of each block of entries, and the
 scores inside the blocks that matter are computed again. Score tiles are [entries, queries x heads], so that the sum
@@ -49,7 +49,7 @@ def block_peaks(
         DIM=dim,
         DIM_TILE=padded(dim, 16),
         BLOCK=block,
-        SLOTS_TILE=max(128, block),
+        SLOTS_TILE=max(64, block),
         num_warps=8,
         num_stages=3,
         flops=2.0 * queries * blocks * block * heads * dim / 2,  # causal: half of the entries
@@ -61,8 +61,8 @@ def block_peaks(
 def candidate_scores(
     q: Tensor, weights: Tensor, keys: Tensor, candidates: Tensor, visible_to: Tensor, block: int, tie_break: float
 ) -> Tensor:
-    """fp32 [C, M * block]: scores of the entries of each query's blocks int32 [C, M] (-1 = none), -inf where an entry is
-    not visible.
+    """fp32 [C, M * block]: scores of the entries of each query's blocks int32 [C, M] (-1 = none), -inf where an entry
+    is not visible.
     """
     queries, heads, dim = q.shape
     count = candidates.shape[1]
@@ -128,7 +128,7 @@ def _loss(
             SLOTS_TILE=64,
             NEED=need,
             ATOMIC=not in_order,
-            num_warps=4,
+            num_warps=8,
             num_stages=2,
             flops=8.0 * rows * selected * heads * dim,
         )
@@ -290,22 +290,26 @@ def _loss_kernel(
     topk_indices += token * SELECTED
     mass += token * SELECTED
     end = tl.where(tl.load(taught + token) != 0, SELECTED, 0)  # nothing is read for other queries
-    top = tl.full([], -3.0e38, tl.float32)
-    total = tl.zeros([], tl.float32)
-    all_mass = tl.zeros([], tl.float32)
+    # sums run in each place of a tile, and over the places at the end
+    top = tl.full([SLOTS_TILE], -3.0e38, tl.float32)
+    total = tl.zeros([SLOTS_TILE], tl.float32)
+    all_mass = tl.zeros([SLOTS_TILE], tl.float32)
     for at in range(0, end, SLOTS_TILE):
         index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1)
         tile = _load_rows(keys, index.to(tl.int64), index >= 0, DIM, DIM_TILE)
         active = tl.maximum(tl.dot(tile, tl.trans(query), input_precision="ieee"), 0.0)
         score = tl.where(index >= 0, tl.sum(active * weight, 1), float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 0))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(score - new_top), 0)
+        new_top = tl.maximum(top, score)
+        total = total * tl.exp(top - new_top) + tl.exp(score - new_top)
         top = new_top
-        all_mass += tl.sum(tl.load(mass + at + number, mask=index >= 0, other=0.0), 0)
-    normaliser = top + tl.log(tl.maximum(total, 1.0))  # below 1 only where nothing is selected
+        all_mass += tl.load(mass + at + number, mask=index >= 0, other=0.0)
+    highest = tl.max(top, 0)
+    total = tl.sum(total * tl.exp(top - highest), 0)
+    normaliser = highest + tl.log(tl.maximum(total, 1.0))  # below 1 only where nothing is selected
+    all_mass = tl.sum(all_mass, 0)
     divisor = tl.maximum(all_mass, 1.1754943508222875e-38)
     share = all_mass / divisor  # of the target: 1, or 0 where it has no mass at all
-    loss = tl.zeros([], tl.float32)
+    loss = tl.zeros([SLOTS_TILE], tl.float32)
     d_query = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
     d_weight = tl.zeros([HEADS_TILE], tl.float32)
     for at in range(0, end, SLOTS_TILE):
@@ -316,7 +320,7 @@ def _loss_kernel(
         student = tl.where(valid, tl.sum(active * weight, 1) - normaliser, 0.0)
         target = tl.load(mass + at + number, mask=valid, other=0.0) / divisor
         entropy = tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0)
-        loss += tl.sum(entropy - target * student, 0)
+        loss += entropy - target * student
         if NEED:
             d_score = tl.where(valid, tl.exp(student) * share - target, 0.0)
             d_weight += tl.sum(active * d_score[:, None], 0)
@@ -330,7 +334,7 @@ def _loss_kernel(
             else:
                 place = program * SELECTED + at + number
                 tl.store(d_keys + place[:, None] * DIM + channel, d_tile, mask=here)
-    tl.store(losses + token, loss)
+    tl.store(losses + token, tl.sum(loss, 0))
     if NEED:
         channel = tl.arange(0, DIM_TILE)[None, :]
         here = (head < HEADS)[:, None] & (channel < DIM)
