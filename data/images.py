@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from data.document import Picture
 from data.errors import DataError
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
 GREY = (127, 127, 127)
+WHITE = (255, 255, 255)  # what shows through transparency
+DISPLAY_GAMMA = 1 / 2.2  # of a file without a gamma of its own
+STILL_FORMATS = ("MPO", "PSD")  # their further frames are previews and layers; viewers show the first one
 MAX_PIXELS = 2**26  # 67 million, 200 MB as RGB; a small file can claim to have far more pixels
 
 
@@ -122,7 +125,7 @@ def _shrunk(height: float, width: float, vision: VisionSettings) -> tuple[int, i
 
 def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor, Grid]:
     """The patches of an image in reading order, float32 [h*w, 3, patch, patch] in [-1, 1], and its grid."""
-    image = image.convert("RGB")
+    image = as_shown(image)
     grid = plan_grid(image.width, image.height, vision)
     height, width = grid.pixels
     if vision.max_wh_ratio is not None and image.width > image.height * vision.max_wh_ratio:
@@ -133,6 +136,68 @@ def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor
     (rows, columns), patch = grid.patches, vision.patch_size
     patches = pixels.view(3, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
     return patches.reshape(rows * columns, 3, patch, patch), grid
+
+
+class AmbiguousImage(ValueError):
+    """A file that does not say what its one picture is; the message says why, and what to do."""
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """The image in RGB as a viewer shows it, which is not always what the file's pixel values say.
+
+    Applied are the orientation of the camera, the colour profile or the gamma of the file, and the range of 16-bit
+    grey; what is transparent shows white. Raises `AmbiguousImage` where there is no one picture: several frames or pages,
+    and pixel values without a defined white.
+    """
+    if getattr(image, "n_frames", 1) > 1 and image.format not in STILL_FORMATS:
+        raise AmbiguousImage(f"it has {image.n_frames} frames or pages; save the ones to train on as images of their own")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        image = _eight_bits(image)
+    if image.mode == "F":
+        raise AmbiguousImage("its pixels are floating-point numbers, of which none is defined as white; convert it to 8 bit")
+    if image.mode == "LAB":
+        image = ImageCms.profileToProfile(
+            image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    alpha = None
+    if image.has_transparency_data:
+        alpha = image.convert("RGBA").getchannel("A")
+        image = image.convert("RGBA") if image.mode == "P" else image
+    shown = _in_srgb(image)
+    if alpha is not None:
+        shown = Image.composite(shown, Image.new("RGB", shown.size, WHITE), alpha)
+    return shown
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """An image of whole numbers as 8-bit grey: Pillow's own conversion cuts everything above 255 off."""
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise AmbiguousImage("its pixels are 32-bit numbers, of which none is defined as white; convert it to 8 bit")
+    grey = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):  # this grey value is transparent
+        grey.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _in_srgb(image: Image.Image) -> Image.Image:
+    """The colours of an image in sRGB. A profile that does not fit the image or is damaged counts as absent."""
+    profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
+    if profile:
+        try:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            mode = {"GRAY": "L", "CMYK": "CMYK"}.get(source.profile.xcolor_space.strip(), "RGB")
+            if "sRGB" not in ImageCms.getProfileDescription(source) and (mode == "CMYK") == (image.mode == "CMYK"):
+                target = ImageCms.createProfile("sRGB")
+                return ImageCms.profileToProfile(image.convert(mode), source, target, outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError):
+            pass
+    elif gamma and "srgb" not in image.info and abs(gamma / DISPLAY_GAMMA - 1) > 0.05:
+        exponent = DISPLAY_GAMMA / gamma
+        return image.convert("RGB").point([round(255 * (v / 255) ** exponent) for v in range(256)] * 3)
+    return image.convert("RGB")
 
 
 def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
@@ -151,11 +216,11 @@ def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
         if width * height > MAX_PIXELS:
             detail = f"{name} has {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
             raise DataError(file, line, "image is too large", detail)
-        picture.load()  # so that a damaged image is found now, not in the middle of training
+        width, height = as_shown(picture).size  # decoded: a damaged image is found now, not in the middle of training
 
     def load() -> Image.Image:
         with _data_errors(name, file, line), opened() as picture:
-            return picture.convert("RGB")
+            return as_shown(picture)
 
     key = hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else name
     return Picture(key, load, width, height)
@@ -180,5 +245,7 @@ class _data_errors:
             raise DataError(self.file, self.line, "unknown image format", self.name) from None
         if isinstance(error, Image.DecompressionBombError):
             raise DataError(self.file, self.line, "image is too large", self.name) from None
+        if isinstance(error, AmbiguousImage):
+            raise DataError(self.file, self.line, "image is not one picture", f"{self.name}: {error}") from None
         if isinstance(error, Exception) and not isinstance(error, DataError):  # each format's decoder raises its own
             raise DataError(self.file, self.line, "corrupt image", f"{self.name}: {error}") from None

@@ -1,3 +1,4 @@
+import io
 import json
 import struct
 import zlib
@@ -6,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageCms, PngImagePlugin
 from safetensors.torch import load_file
 
 from data import DataConfig, DataError, build_loaders, special_ids
@@ -200,3 +201,120 @@ def test_a_document_whose_image_does_not_fit_a_row_is_refused(folder, tokenizer)
     cfg = DataConfig(source="image_text", field="content", paths=[str(folder / "train.jsonl")], window_tokens=1000)
     with pytest.raises(DataError, match="train.jsonl:2: image document longer than a row"):
         build_loaders(cfg, tokenizer, seq_len=16, batch_size=1, vision=vars(VisionSettings(4, 2, 40, 64)))
+
+
+# What a viewer shows is what is trained on: every way in which a file's pixel values are not its picture.
+
+
+def shown(image, format="PNG", **options):
+    """The picture of a saved file, as the loaders see it: uint8 [height, width, 3]."""
+    data = io.BytesIO()
+    image.save(data, format, **options)
+    picture = open_picture(data.getvalue(), "f.jsonl", 1)
+    pixels = np.array(picture.open())
+    assert pixels.shape == (picture.height, picture.width, 3)  # the span is planned from these
+    return pixels
+
+
+def logo(mode):
+    """A black bar, 3 columns wide, on 7 transparent columns. What is transparent has black pixel values too."""
+    image = Image.new("RGBA", (10, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 3, 4))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "options"),
+    [
+        (logo("RGBA"), "PNG", {}),
+        (logo("RGBA"), "WEBP", {"lossless": True}),
+        (logo("RGBA"), "TIFF", {}),
+        (logo("LA"), "PNG", {}),
+        (logo("RGBA").quantize(4), "PNG", {}),  # a palette with an alpha value for each colour
+        (logo("RGBA"), "GIF", {}),
+        (Image.fromarray(np.repeat([[9] * 3 + [77] * 7], 4, 0).astype(np.uint8)), "PNG", {"transparency": 77}),
+        (Image.fromarray(np.repeat([[9] * 3 + [77] * 7], 4, 0).astype(np.uint16)), "PNG", {"transparency": 77}),
+        (
+            Image.fromarray(np.tile(np.array([[9] * 3 + [77] * 7], np.uint8)[..., None], (4, 1, 3))),
+            "PNG",
+            {"transparency": (77, 77, 77)},
+        ),
+    ],
+    ids=["rgba", "webp", "tiff", "grey-alpha", "palette", "gif", "grey-key", "grey16-key", "rgb-key"],
+)
+def test_transparency_shows_white(image, format, options):
+    pixels = shown(image, format, **options)
+    assert pixels[:, :3].max() < 10 and pixels[:, 3:].min() == 255
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
+def test_16_bit_grey_keeps_its_shades(format):
+    ramp = np.linspace(0, 65535, 16).astype(np.uint16).reshape(1, 16)
+    pixels = shown(Image.fromarray(ramp), format)
+    assert np.array_equal(pixels[0, :, 0], np.round(np.linspace(0, 255, 16)))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_orientation_of_a_camera_is_applied(format, orientation):
+    """The saved pixels are turned so that, with the tag applied, the white corner is the upper left one."""
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    image = Image.new("RGB", (32, 16))
+    image.paste((255, 255, 255), (0, 0, 16, 8))
+    if orientation > 1:
+        image = image.transpose(undo[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = shown(image, format, exif=exif)
+    assert pixels.shape == (16, 32, 3)
+    assert pixels[:7, :15].min() > 200 and pixels[:, 17:].max() < 60 and pixels[9:].max() < 60
+
+
+def test_colour_spaces_and_profiles():
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    assert np.abs(shown(red.convert("CMYK"), "TIFF").astype(int) - [255, 0, 0]).max() <= 1
+    assert np.abs(shown(red.convert("CMYK"), "JPEG", quality=100).astype(int) - [255, 0, 0]).max() <= 4
+    lab = ImageCms.profileToProfile(
+        red, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    )
+    assert np.abs(shown(lab, "TIFF").astype(int) - [255, 0, 0]).max() <= 6  # eight bits of a wider space
+    # A profile in which the first channel is green light: its red and green primaries have changed places.
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = profile.replace(b"sRGB", b"ours").replace(b"s\0R\0G\0B", b"o\0u\0r\0s")
+    swapped = swapped.replace(b"rXYZ", b"-XYZ").replace(b"gXYZ", b"rXYZ").replace(b"-XYZ", b"gXYZ")
+    assert np.abs(shown(red, "PNG", icc_profile=swapped).astype(int) - [0, 255, 0]).max() <= 4
+    assert np.array_equal(shown(red, "PNG", icc_profile=profile)[0, 0], [255, 0, 0])  # sRGB: untouched
+    assert np.array_equal(shown(red, "PNG", icc_profile=b"not a profile")[0, 0], [255, 0, 0])
+
+
+def test_the_gamma_of_a_png_is_applied():
+    grey = Image.new("RGB", (8, 8), (128, 128, 128))
+    for gamma, expected in ((45455, 128), (100000, 186)):  # 0.45455: as the display; 1.0: linear light
+        info = PngImagePlugin.PngInfo()
+        info.add(b"gAMA", gamma.to_bytes(4, "big"))
+        assert shown(grey, "PNG", pnginfo=info)[0, 0, 0] == expected
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "options"),
+    [
+        (Image.new("L", (8, 8)), "GIF", {"save_all": True, "append_images": [Image.new("L", (8, 8), 200)]}),
+        (Image.new("L", (8, 8)), "PNG", {"save_all": True, "append_images": [Image.new("L", (8, 8), 200)]}),
+        (Image.new("L", (8, 8)), "WEBP", {"save_all": True, "append_images": [Image.new("L", (8, 8), 200)]}),
+        (Image.new("L", (8, 8)), "TIFF", {"save_all": True, "append_images": [Image.new("L", (8, 8), 200)]}),
+        (Image.new("F", (8, 8), 0.5), "TIFF", {}),
+        (Image.new("I", (8, 8), 2**30), "TIFF", {}),
+    ],
+    ids=["gif", "apng", "webp", "pages", "float", "32-bit"],
+)
+def test_a_file_that_is_not_one_picture_is_refused(image, format, options):
+    with pytest.raises(DataError, match=r"f.jsonl:1: image is not one picture: .*(frames or pages|defined as white)"):
+        shown(image, format, **options)
