@@ -150,12 +150,16 @@ def as_shown(image: Image.Image) -> Image.Image:
     and pixel values without a defined white.
     """
     if getattr(image, "n_frames", 1) > 1 and image.format not in STILL_FORMATS:
-        raise AmbiguousImage(f"it has {image.n_frames} frames or pages; save the ones to train on as images of their own")
+        raise AmbiguousImage(
+            f"it has {image.n_frames} frames or pages; save the ones to train on as images of their own"
+        )
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
-        raise AmbiguousImage("its pixels are floating-point numbers, of which none is defined as white; convert it to 8 bit")
+        raise AmbiguousImage(
+            "its pixels are floating-point numbers, of which none is defined as white; convert it to 8 bit"
+        )
     if image.mode == "LAB":
         image = ImageCms.profileToProfile(
             image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB"
