@@ -7,7 +7,8 @@ file imports only from those before it:
     document                    what a source yields: the vocabulary of all that follows
     files, images, tokenizer    paths and encodings; pixels to patches; text to ids
     tokens                      documents to token ids, in memory or in the cache
-    sources, chat, digits       readers: text, JSONL, Parquet, data sets; conversations (a package); an image set
+    records                     files of records: JSONL, JSON, Parquet, Arrow
+    sources, chat, digits       readers: texts and records, data sets; conversations (a package); an image set
     open                        settings to sources, and what of them is held out
     packing, windows            which document goes into which row; rows in a shuffled order
     collate, loader             rows to tensors; batches, with a position to resume from

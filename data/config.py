@@ -35,15 +35,18 @@ class SourceKind:
     tokenizer_source: str | None = None
 
 
-JSONL = (".jsonl", ".ndjson")
+JSONL = (".jsonl", ".ndjson", ".json")
+TABLES = (".parquet", ".arrow")
+TEXT_FORMATS = ("text", "tokens")
+CHAT_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", "tokens")
 SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
     "stdlib": SourceKind("data.open:open_stdlib", paths="nothing"),
     "text": SourceKind("data.open:open_text", suffixes=(".txt", ".md", ".rst", ".py"), streams=True),
     "jsonl": SourceKind("data.open:open_jsonl", suffixes=JSONL, streams=True),
-    "parquet": SourceKind("data.open:open_parquet", suffixes=(".parquet",), streams=True),
+    "parquet": SourceKind("data.open:open_parquet", suffixes=TABLES, streams=True),
     "hub": SourceKind("data.open:open_hub", paths="dataset", streams=True),
-    "image_text": SourceKind("data.open:open_image_text", suffixes=JSONL, images=True),
-    "chat": SourceKind("data.open:open_chat", suffixes=JSONL, conversations=True),
+    "image_text": SourceKind("data.open:open_image_text", suffixes=JSONL + TABLES, streams=True, images=True),
+    "chat": SourceKind("data.open:open_chat", suffixes=JSONL + TABLES, streams=True, conversations=True),
     "digits": SourceKind("data.open:open_digits", paths="nothing", images=True, tokenizer_source="stdlib"),
 }
 
@@ -54,11 +57,14 @@ class DataConfig:
 
     Attributes:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document per file),
-            `jsonl`, `parquet`, `hub` (a dataset id or local dataset folder, read with `datasets`), `image_text` (JSONL
-            records whose `field` is a list of text and image parts), `chat` (JSONL conversations, see `data/chat`; a
-            conversation is never cut) or `digits` (scikit-learn's images of digits, with their names).
-        paths: files, folders (without their hidden files) or glob patterns; one id or folder for `hub`; empty for
-            `stdlib` and `digits`.
+            `jsonl` (JSON lines, or a JSON list), `parquet` (Parquet or Arrow), `hub` (a dataset id or local dataset
+            folder, read with `datasets`), `image_text` (records whose `field` is a list of text and image parts),
+            `chat` (conversations in files of records or a data set, see `data/chat`; a conversation is never cut) or
+            `digits` (scikit-learn's images of digits, with their names).
+        paths: files, folders (without their hidden files) or glob patterns, also packed (.gz, .zst, .bz2, .xz); one id
+            or folder for `hub`, and for `chat` if it is a data set; empty for `stdlib` and `digits`.
+        format: the shape of records: `auto` (by the keys of each record), `text` or `tokens`; for `chat` `messages`,
+            `sharegpt`, `alpaca`, `prompt_completion`, `preference` or `tokens` (`data/chat/formats.py`).
         validation_paths: held-out files; they are not trained on, even if `paths` includes them. If empty, a stable
             hash holds out `validation_share` of the data: whole files for `stdlib` and `text`, single records for the
             others (by content, so that copies of a record stay together).
@@ -81,6 +87,7 @@ class DataConfig:
     validation_paths: list[str] = dataclasses.field(default_factory=list)
     validation_share: float = 0.05
     field: str = "text"
+    format: str = "auto"
     hub_name: str | None = None
     hub_revision: str | None = None
     hub_split: str = "train"
@@ -100,6 +107,11 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the settings, a line each: key, value, rule, remedy. Reads no files."""
+        kind = SOURCES.get(self.source, SourceKind(""))
+        formats = (
+            "auto",
+            *(CHAT_FORMATS if kind.conversations else TEXT_FORMATS if kind.suffixes or kind.streams else ()),
+        )
         checks = [
             (self.source in SOURCES, "source", self.source, f"must be one of {', '.join(SOURCES)}"),
             (self.on_error in ("stop", "skip"), "on_error", self.on_error, "must be stop or skip"),
@@ -118,6 +130,7 @@ class DataConfig:
             (self.tokenizer != "", "tokenizer", self.tokenizer, "must be `train` or the path of a tokenizer.json"),
             (self.window_tokens > 0, "window_tokens", self.window_tokens, "must be positive"),
             (self.validation_rows >= 0, "validation_rows", self.validation_rows, "must be 0 (all) or positive"),
+            (self.format in formats, "format", self.format, f"must be one of {', '.join(formats)}"),
             (self.field != "", "field", self.field, "must name the column that holds the text"),
         ]
         return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]

@@ -35,7 +35,15 @@ class Control:
     spelling: str
 
 
-Part = str | Picture | Control
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Text that comes as token ids. `supervised`: of each, whether it is a target; None: as the part is."""
+
+    ids: tuple[int, ...]
+    supervised: tuple[bool, ...] | None = None
+
+
+Part = str | Picture | Control | Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class Document:
     """One training document.
 
     Attributes:
-        parts: text, images and control tokens in reading order.
+        parts: text, images, control tokens and token ids in reading order.
         file, line: where it came from; line 0 means the whole file.
         supervised: for each part, whether its tokens are targets; None if all are.
         record: replaces the content as `key`, for documents that must stay on the same side of a split.
@@ -65,7 +73,7 @@ class Document:
         """Equal for documents with the same content, wherever they came from."""
         if self.record is not None:
             return self.record
-        return "\0".join(part if isinstance(part, str) else part.key for part in self.parts).encode()
+        return "\0".join(_key(part) for part in self.parts).encode()
 
 
 Position = Any
@@ -83,6 +91,12 @@ class Source(Protocol):
         """A hash that changes when the documents do. With `content=False` the contents of files are not read: the hash
         then covers only their names and sizes."""
         ...
+
+
+def _key(part: Part) -> str:
+    if isinstance(part, Tokens):
+        return repr((part.ids, part.supervised))
+    return part if isinstance(part, str) else part.key
 
 
 def hash_share(key: bytes) -> float:

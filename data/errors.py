@@ -35,6 +35,8 @@ class BadRecordPolicy:
         self.stop = on_error == "stop"
         self.skipped: Counter[str] = Counter()
         self.repaired: Counter[str] = Counter()
+        self.formats: Counter[str] = Counter()  # records by the shape they were recognised as, see `data.format`
+        self.unused: Counter[str] = Counter()  # keys of records that nothing is taken from
 
     def report(self, error: DataError) -> None:
         """Raise the error or count it. After a return the caller goes on with the next record."""

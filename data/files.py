@@ -1,19 +1,29 @@
-"""Finding the files that a configuration names, and decoding them."""
+"""Finding the files that a configuration names, unpacking and decoding them."""
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import functools
 import glob
+import gzip
 import hashlib
+import io
+import logging
+import lzma
 import os
 import sysconfig
 import time
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.errors import BadRecordPolicy, DataError
+
+log = logging.getLogger(__name__)
 
 # Left out of the default corpus: third-party packages, tests (they repeat the library's text, and some are broken on
 # purpose), generated files (code page tables, topics of `help`), and the build settings of this machine.
@@ -27,6 +37,11 @@ FOREIGN_BYTE_ORDER_MARKS = (
     ("UTF-16", codecs.BOM_UTF16_LE),
     ("UTF-16", codecs.BOM_UTF16_BE),
 )
+
+# How a packed file begins, and what unpacks it. The beginning decides, whatever the file is called.
+PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+ZSTD = b"\x28\xb5\x2f\xfd"
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 
 # A file this new may change again within the same modification time: some file systems round it to 2 s.
 JUST_WRITTEN_NS = 3 * 10**9
@@ -43,14 +58,17 @@ class File:
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     """All files that the paths name, sorted, each once.
 
-    Of a folder, all files with one of `suffixes` are taken, at any depth, except hidden ones. A single file and the
-    matches of a glob pattern are taken whatever their suffix. Raises `DataError` for a path without files.
+    Of a folder, all files with one of `suffixes` are taken, in any case and also packed (`.gz`, `.zst`, `.bz2`, `.xz`),
+    at any depth and through links to folders, except hidden ones; the others are counted in the log. A single file and
+    the matches of a glob pattern are taken whatever their suffix. Raises `DataError` for a path without files.
     """
     found: dict[Path, File] = {}
     for entry in paths:
         path = Path(entry).expanduser()
         if path.is_dir():
-            matches = sorted(p for p in _walk(path, lambda name: name.startswith(".")) if p.suffix in suffixes)
+            everything = sorted(_walk(path, lambda name: name.startswith(".")))
+            matches = [p for p in everything if suffix_of(p) in suffixes]
+            _tell_left_out(path, [p for p in everything if suffix_of(p) not in suffixes])
             missing = f"the folder has no {' or '.join(suffixes)} file"
         else:
             matches = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
@@ -64,17 +82,49 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     return sorted(found.values())
 
 
-def _walk(root: Path, excluded: Callable[[str], bool]) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not excluded(name)]
-        yield from (Path(folder, name) for name in names if not excluded(name))
+def suffix_of(path: Path) -> str:
+    """The suffix that tells what a file holds: in lower case, without that of a packed file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED_SUFFIXES:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _walk(root: Path, excluded: Callable[[str], bool], links: bool = True) -> Iterator[Path]:
+    """All files below a folder. links: go through links to folders too, after everything else and into each folder
+    once, so that a link to a folder above itself is no loop."""
+    waiting, seen = deque([str(root)]), set()
+    while waiting:
+        top = waiting.popleft()
+        if os.path.realpath(top) in seen:
+            continue
+        for folder, folders, names in os.walk(top):
+            seen.add(os.path.realpath(folder))
+            folders[:] = sorted(name for name in folders if not excluded(name))
+            paths = (os.path.join(folder, name) for name in folders)
+            waiting.extend(path for path in paths if links and os.path.islink(path))
+            yield from (Path(folder, name) for name in names if not excluded(name))
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.info(message)
+
+
+def _tell_left_out(folder: Path, files: list[Path]) -> None:
+    """Say once what a folder holds that is not read: how many files of each suffix, and the first of them."""
+    if files:
+        kinds = Counter(suffix_of(path) or "no suffix" for path in files)
+        counts = ", ".join(f"{number} x {suffix}" for suffix, number in kinds.most_common(5))
+        more = ", ..." if len(kinds) > 5 else ""
+        _log_once(f"{folder}: {len(files)} other files are not read ({counts}{more}; the first is {files[0].name})")
 
 
 def stdlib_files() -> list[File]:
     """The default corpus: the .py files of the running Python's standard library, without tests and generated files."""
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
     # An empty file, as some __init__.py are, is not a document.
-    paths = [p for p in _walk(root, _not_in_corpus) if p.suffix == ".py" and p.stat().st_size]
+    paths = [p for p in _walk(root, _not_in_corpus, links=False) if p.suffix == ".py" and p.stat().st_size]
     if not paths:
         raise DataError(str(root), 0, "missing file", "this Python has no standard library on disk; set data.source")
     return sorted(File(path, path.relative_to(root).as_posix()) for path in paths)
@@ -103,6 +153,32 @@ def _known_hash(path: Path, size: int, mtime_ns: int) -> bytes:
 def _read_hash(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").digest()
+
+
+def open_unpacked(path: Path) -> Any:
+    """A binary file for reading, unpacked if it is packed by gzip, zstd, bzip2 or xz.
+
+    Raises OSError if it cannot be opened; for a damaged one reading raises one of `UNPACKING_ERRORS`.
+    """
+    with path.open("rb") as file:
+        begin = file.read(8)
+    if begin.startswith(ZSTD):
+        import pyarrow  # slow to import
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    for mark, opener in PACKED.items():
+        if begin.startswith(mark):
+            return opener(path, "rb")
+    return path.open("rb")
+
+
+UNPACKING_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def skip_bytes(file: Any, number: int) -> None:
+    """Go forward in a file from `open_unpacked`, which may not be seekable."""
+    while number > 0 and (read := len(file.read(min(number, 2**20)))):
+        number -= read
 
 
 def decode(data: bytes, file: str, policy: BadRecordPolicy, line: int = 1) -> str:

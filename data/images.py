@@ -146,8 +146,8 @@ def as_shown(image: Image.Image) -> Image.Image:
     """The image in RGB as a viewer shows it, which is not always what the file's pixel values say.
 
     Applied are the orientation of the camera, the colour profile or the gamma of the file, and the range of 16-bit
-    grey; what is transparent shows white. Raises `AmbiguousImage` where there is no one picture: several frames or pages,
-    and pixel values without a defined white.
+    grey; what is transparent shows white. Raises `AmbiguousImage` where there is no one picture: several frames or
+    pages, and pixel values without a defined white.
     """
     if getattr(image, "n_frames", 1) > 1 and image.format not in STILL_FORMATS:
         raise AmbiguousImage(

@@ -8,18 +8,21 @@ table.
 from __future__ import annotations
 
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
-from data.chat.source import ChatLines
+from data.chat.source import ChatDataset, ChatLines
 from data.config import SOURCES, DataConfig
 from data.digits import DigitSource
-from data.document import Source, hash_share, missing_field
+from data.document import Source, hash_share
 from data.errors import DataError
-from data.files import File, find_files, stdlib_files
-from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, TextFiles
+from data.files import File, find_files, stdlib_files, suffix_of
+from data.records import RECORD_SUFFIXES
+from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
 
 Sources = tuple[Source, Source]  # training, validation
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")  # one of these is in a folder that `datasets` has saved
 
 
 def open_sources(cfg: DataConfig) -> Sources:
@@ -48,6 +51,8 @@ def open_image_text(cfg: DataConfig) -> Sources:
 
 
 def open_chat(cfg: DataConfig) -> Sources:
+    if len(cfg.paths) == 1 and is_dataset(cfg.paths[0]):
+        return _open_dataset(cfg, ChatDataset)
     return _open_records(cfg, ChatLines)
 
 
@@ -60,9 +65,21 @@ def open_digits(cfg: DataConfig) -> Sources:
 
 
 def open_hub(cfg: DataConfig) -> Sources:
-    source = _load_dataset(cfg, cfg.hub_split)
+    return _open_dataset(cfg, HubDataset)
+
+
+def is_dataset(name: str) -> bool:
+    """Whether a path is a folder that `datasets` has saved, or else the id of a data set on the hub: `user/name`."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return any((path / file).is_file() for file in SAVED_DATASET)
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and suffix_of(path) not in RECORD_SUFFIXES
+
+
+def _open_dataset(cfg: DataConfig, reader: type[HubDataset]) -> Sources:
+    source = _load_dataset(cfg, cfg.hub_split, reader)
     if cfg.hub_validation_split:
-        return source, _load_dataset(cfg, cfg.hub_validation_split)
+        return source, _load_dataset(cfg, cfg.hub_validation_split, reader)
     return _split_records(source, cfg.validation_share)
 
 
@@ -78,10 +95,12 @@ def _files(cfg: DataConfig) -> tuple[list[File], list[File]]:
     return files, held_out
 
 
-def _open_records(cfg: DataConfig, reader: type[JsonLines | Parquet]) -> Sources:
+def _open_records(cfg: DataConfig, reader: type[RecordFiles]) -> Sources:
     files, held_out = _files(cfg)
-    source = reader(files, cfg.field)
-    return (source, reader(held_out, cfg.field)) if held_out else _split_records(source, cfg.validation_share)
+    source = reader(files, cfg.field, cfg.format)
+    return (
+        (source, reader(held_out, cfg.field, cfg.format)) if held_out else _split_records(source, cfg.validation_share)
+    )
 
 
 def _split_files(files: list[File], share: float) -> Sources:
@@ -101,13 +120,14 @@ def _split_records(source: Source, share: float) -> Sources:
     return HashSplit(source, share, False), HashSplit(source, share, True)
 
 
-def _load_dataset(cfg: DataConfig, split: str) -> HubDataset:
+def _load_dataset(cfg: DataConfig, split: str, reader: type[HubDataset]) -> HubDataset:
     import datasets  # slow to import
 
     name = cfg.paths[0]
     try:
-        if (Path(name) / "dataset_info.json").exists() or (Path(name) / "dataset_dict.json").exists():
-            dataset: Any = datasets.load_from_disk(name)
+        saved = Path(name).expanduser()
+        if any((saved / file).is_file() for file in SAVED_DATASET):
+            dataset: Any = datasets.load_from_disk(str(saved))
             dataset = dataset[split] if isinstance(dataset, dict) else dataset
             dataset = dataset.to_iterable_dataset() if cfg.streaming else dataset
         else:
@@ -116,7 +136,19 @@ def _load_dataset(cfg: DataConfig, split: str) -> HubDataset:
     except Exception as error:  # from network errors to parsing errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(name, 0, "cannot open data set", f"split {split}: {reason}") from error
-    columns = dataset.column_names
-    if columns is not None and cfg.field not in columns:
-        raise DataError(name, 0, "wrong field", missing_field(cfg.field, columns))
-    return HubDataset(dataset, f"{name}[{split}]", cfg.field, cfg.streaming)
+    source = reader(_undecoded(dataset), f"{name}[{split}]", cfg.field, cfg.streaming, cfg.format)
+    if dataset.column_names is not None:
+        source.columns(name, dataset.column_names)
+    return source
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The data set with its images as the bytes they were, which `data/images.py` decodes as a viewer does."""
+    from datasets import Image, List
+
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset

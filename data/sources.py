@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data.document import (
     Document,
@@ -16,6 +17,7 @@ from data.document import (
     Position,
     Reading,
     Source,
+    Tokens,
     encodable,
     hash_share,
     kind_of,
@@ -24,9 +26,10 @@ from data.document import (
     value_of,
 )
 from data.errors import BadRecordPolicy, DataError
-from data.files import File, content_hash, decode
+from data.files import UNPACKING_ERRORS, File, content_hash, decode, open_unpacked
+from data.records import read_records, without_nulls
 
-PARQUET_BATCH = 1024  # rows per batch of the decoder
+TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 
 
 class _Files:
@@ -48,9 +51,6 @@ class _Files:
                 digest.update(str(error.errno).encode())  # `read` reports it to the policy
         return digest.hexdigest()
 
-    def _unreadable(self, path: Path, error: OSError) -> DataError:
-        return DataError(str(path), 0, "unreadable file", error.strerror or str(error))
-
 
 class TextFiles(_Files):
     """One document per file. Positions are the number of files read."""
@@ -59,162 +59,160 @@ class TextFiles(_Files):
         for index in range(position or 0, len(self.files)):
             path = self.files[index].path
             try:
-                text = decode(path.read_bytes(), str(path), policy)
+                with open_unpacked(path) as file:
+                    text = decode(file.read(), str(path), policy)
                 if not text.strip():
                     raise DataError(str(path), 0, "empty file")
-            except OSError as error:
-                policy.report(self._unreadable(path, error))
+            except UNPACKING_ERRORS as error:
+                detail = getattr(error, "strerror", None) or str(error)
+                policy.report(DataError(str(path), 0, "unreadable file", detail))
             except DataError as error:
                 policy.report(error)
             else:
                 yield Document((text,), str(path), 0), partial(int, index + 1)
 
 
-class JsonLines(_Files):
-    """One JSON object per line. Only \\n ends a line: U+2028 and the like are ordinary characters in JSON strings."""
+class _Records:
+    """What sources of records have in common: how a record becomes documents. Here: one, the text of a field.
 
-    def __init__(self, files: list[File], field: str):
-        super().__init__(files)
-        self.field = field
+    format: one of `data.format`; "auto" recognises each record by its keys.
+    """
+
+    formats = ("text", "tokens")
+    several = False  # whether a record can become several documents
+
+    def __init__(self, field: str, format: str = "auto"):
+        self.field, self.format = field, format
+
+    def columns(self, name: str, names: Sequence[str]) -> Sequence[str]:
+        """The columns of a table `name` that are read. Raises `DataError` if there is none to read."""
+        if self.field in names and self.format != "tokens":
+            return [self.field]
+        if "input_ids" in names and self.format != "text":
+            return [column for column in TOKEN_KEYS if column in names]
+        raise DataError(name, 0, "wrong field", missing_field(self.field, names))
+
+    def documents(self, record: Any, file: str, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
+        """Raises `DataError` naming file and line for a record that cannot be used."""
+        if self.format == "tokens" or (
+            self.format == "auto" and isinstance(record, dict) and self.field not in record and "input_ids" in record
+        ):
+            policy.formats["tokens"] += 1
+            return (pretokenised(record, file, line),)
+        return (Document((text_of(record, self.field, file, line),), file, line),)
+
+    def _within(
+        self,
+        items: Iterable[tuple[Any, int, Position, Callable[[], Position]]],
+        file: str,
+        policy: BadRecordPolicy,
+        done: int,
+    ) -> Reading:
+        """The documents of records, given as (record, line, position before it, position behind it).
+
+        A record that becomes several documents has positions between them: [position before it, documents done].
+        done: of the first record, how many documents are left out.
+        """
+        for record, line, before, after in items:
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                documents = self.documents(record, file, line, policy)
+            except DataError as error:
+                policy.report(error)
+            else:
+                for number in range(done, len(documents)):
+                    last = number + 1 == len(documents)
+                    yield documents[number], after if last else partial(list, (before, number + 1))
+            done = 0
+
+
+class RecordFiles(_Files, _Records):
+    """Files of records (see `data/records.py`). Positions are [file, *place in it], within a record [that, number]."""
+
+    def __init__(self, files: list[File], field: str, format: str = "auto"):
+        _Files.__init__(self, files)
+        _Records.__init__(self, field, format)
+
+    def identity(self, content: bool = True) -> str:
+        known = super().identity(content)
+        return known if self.format == "auto" else f"{known} {self.format}"
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
-        """Positions are [file, byte offset of the next line, number of lines before it].
-
-        All documents of one line have the same position. Therefore conversations, which can become several documents,
-        cannot be streamed.
-        """
-        first, offset, line = position or (0, 0, 0)
+        position, done = position if position and isinstance(position[0], list | tuple) else (position, 0)
+        first, *start = position or (0,)
         for index in range(first, len(self.files)):
             path = self.files[index].path
             try:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    if not offset and not path.stat().st_size:
-                        policy.report(DataError(str(path), 0, "empty file"))
-                    for raw in file:
-                        offset, line = offset + len(raw), line + 1
-                        try:
-                            documents = self._documents(raw, path, line, policy)
-                        except DataError as error:
-                            policy.report(error)
-                        else:
-                            for document in documents:
-                                yield document, partial(list, (index, offset, line))
-            except OSError as error:
-                policy.report(self._unreadable(path, error))
-            offset = line = 0
-
-    def _documents(self, raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
-        record = self._record(raw, path, line, policy)
-        return (Document(self._parts(record, path, line), str(path), line),)
-
-    def _record(self, raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
-        text = decode(raw, str(path), policy, line).strip("\r\n")
-        if not text.strip():
-            raise DataError(str(path), line, "blank line")
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:  # ValueError also for integers with too many digits
-            raise DataError(str(path), line, "invalid JSON", str(error)) from None
-
-    def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:
-        return (text_of(record, self.field, str(path), line),)
+                items = read_records(path, tuple(start), policy, partial(self.columns, str(path)))
+                numbered = (
+                    (item.record, item.line, [index, *item.before], partial(list, (index, *item.after)))
+                    for item in items
+                )
+                yield from self._within(numbered, str(path), policy, done)
+            except DataError as error:
+                policy.report(error)
+            start, done = [], 0
 
 
-class ImageTextLines(JsonLines):
-    """JSONL whose field is a list of parts: {"type": "text", "text": ...} or {"type": "image", "image": path}.
+class JsonLines(RecordFiles):
+    """Texts in files of records."""
 
-    Image paths are relative to the JSONL file. Every image is decoded once here, to check it.
+
+class Parquet(JsonLines):
+    """The same. It has a name of its own because the names are part of positions that are saved."""
+
+
+class ImageTextLines(RecordFiles):
+    """Records whose field is a list of parts: {"type": "text", "text": ...} or {"type": "image", "image": path}.
+
+    Image paths are relative to the file. Every image is decoded once here, to check it.
     """
 
-    def _parts(self, record: Any, path: Path, line: int) -> tuple[str | Picture, ...]:
+    formats = ("parts",)
+
+    def columns(self, name: str, names: Sequence[str]) -> Sequence[str]:
+        if self.field not in names:
+            raise DataError(name, 0, "wrong field", missing_field(self.field, names))
+        return [self.field]
+
+    def documents(self, record: Any, file: str, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
         from data.images import open_picture  # needs Pillow and torch
 
-        items = value_of(record, self.field, str(path), line)
+        items = value_of(record, self.field, file, line)
         if not isinstance(items, list) or not items:
-            raise DataError(str(path), line, "field is not a list of parts", f"{self.field} is {kind_of(items)}")
+            raise DataError(file, line, "field is not a list of parts", f"{self.field} is {kind_of(items)}")
         parts: list[str | Picture] = []
         for number, item in enumerate(items, 1):
             kind = item.get("type") if isinstance(item, dict) else None
             value = item.get(kind) if kind in ("text", "image") else None
             if not isinstance(value, str):
                 detail = f'part {number} must be {{"type": "text", "text": ...}} or {{"type": "image", "image": path}}'
-                raise DataError(str(path), line, "part is neither text nor image", detail)
+                raise DataError(file, line, "part is neither text nor image", detail)
             if kind == "text":
-                parts.append(encodable(value, str(path), line))
+                parts.append(encodable(value, file, line))
             else:
-                parts.append(open_picture(path.parent / value, str(path), line))
-        return tuple(parts)
+                parts.append(open_picture(Path(file).parent / value, file, line))
+        return (Document(tuple(parts), file, line),)
 
 
-class Parquet(_Files):
-    """One document per row. Only the configured column is read."""
-
-    def __init__(self, files: list[File], field: str):
-        super().__init__(files)
-        self.field = field
-
-    def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
-        """Positions are [file, number of rows before the next one]. Row groups that end before it are not read."""
-        import pyarrow
-        import pyarrow.parquet
-
-        first, start = position or (0, 0)
-        for index in range(first, len(self.files)):
-            path = self.files[index].path
-            try:
-                with pyarrow.parquet.ParquetFile(path) as file:
-                    if self.field not in file.schema_arrow.names:
-                        raise DataError(str(path), 0, "wrong field", missing_field(self.field, file.schema_arrow.names))
-                    if not file.metadata.num_rows:
-                        raise DataError(str(path), 0, "empty file")
-                    for row, value in self._rows(file, start):
-                        try:
-                            text = text_of({self.field: value.as_py()}, self.field, str(path), row + 1)
-                        except UnicodeDecodeError as error:  # Parquet does not check that its strings are UTF-8
-                            detail = f"byte 0x{error.object[error.start]:02x}"
-                            policy.report(DataError(str(path), row + 1, "invalid UTF-8", detail))
-                        except DataError as error:
-                            policy.report(error)
-                        else:
-                            yield Document((text,), str(path), row + 1), partial(list, (index, row + 1))
-            except DataError as error:
-                policy.report(error)
-            except pyarrow.ArrowInvalid as error:
-                policy.report(DataError(str(path), 0, "invalid Parquet", str(error).splitlines()[0]))
-            except OSError as error:
-                policy.report(self._unreadable(path, error))
-            start = 0
-
-    def _rows(self, file: Any, start: int) -> Iterator[tuple[int, Any]]:
-        """(row number, value of the field) for the rows of a file from `start` on."""
-        row = 0
-        for group in range(file.metadata.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            if row + size <= start:
-                row += size
-                continue
-            for batch in file.iter_batches(PARQUET_BATCH, row_groups=[group], columns=[self.field]):
-                for value in batch.column(0):
-                    if row >= start:
-                        yield row, value
-                    row += 1
-
-
-class HubDataset:
+class HubDataset(_Records):
     """A data set of the `datasets` library, map-style or streaming.
 
-    Positions are {"row": rows read}, and for a streaming data set also its own "state".
+    Positions are {"row": rows read}, and for a streaming data set also its own "state"; within a record [that, number].
     """
 
-    def __init__(self, dataset: Any, name: str, field: str, streaming: bool):
-        self.dataset, self.name, self.field, self.streaming = dataset, name, field, streaming
+    def __init__(self, dataset: Any, name: str, field: str, streaming: bool, format: str = "auto"):
+        super().__init__(field, format)
+        self.dataset, self.name, self.streaming = dataset, name, streaming
 
     def identity(self, content: bool = True) -> str:
         known = f"{self.name} {self.field} {getattr(self.dataset, '_fingerprint', '')}"
+        known += "" if self.format == "auto" else f" {self.format}"
         return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
+        position, done = position if isinstance(position, list | tuple) else (position, 0)
         row = position["row"] if position else 0
         dataset = self.dataset
         if self.streaming:
@@ -225,7 +223,11 @@ class HubDataset:
             return
         else:
             dataset = dataset.skip(row)
+        yield from self._within(self._items(dataset, row), self.name, policy, done)
+
+    def _items(self, dataset: Any, row: int) -> Iterator[tuple[Any, int, Position, Callable[[], Position]]]:
         records = iter(dataset)
+        before = self._position(dataset, row) if self.several else None
         while True:
             try:
                 record = next(records)
@@ -235,15 +237,47 @@ class HubDataset:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise DataError(self.name, row + 1, "unreadable data set", reason) from error
             row += 1
-            try:
-                text = text_of(record, self.field, self.name, row)
-            except DataError as error:
-                policy.report(error)
-                continue
-            yield Document((text,), self.name, row), partial(self._position, dataset, row)
+            record = {key: without_nulls(value) for key, value in record.items()}
+            yield record, row, before, partial(self._position, dataset, row)
+            before = self._position(dataset, row) if self.several else None
 
     def _position(self, dataset: Any, row: int) -> dict[str, Any]:
         return {"row": row, "state": dataset.state_dict()} if self.streaming else {"row": row}
+
+
+def pretokenised(record: Any, file: str, line: int, masked: bool = False) -> Document:
+    """The document of a record of `input_ids`.
+
+    masked: take from `labels` (-100: not a target) or a mask which tokens are targets; otherwise a record that leaves
+    some out is refused.
+    """
+    ids = _numbers(record, "input_ids", file, line)
+    supervised = np.ones(len(ids), np.bool_)
+    for key in TOKEN_KEYS[1:]:
+        if record.get(key) is None:
+            continue
+        given = _numbers(record, key, file, line)
+        if len(given) != len(ids):
+            raise DataError(file, line, f"wrong {key}", f"{len(given)} numbers for {len(ids)} input_ids")
+        taught = np.array([label != -100 for label in given]) if key == "labels" else np.array(given) == 1
+        if key == "labels" and any(label not in (-100, token) for label, token in zip(given, ids, strict=True)):
+            raise DataError(file, line, "wrong labels", "must be the input_ids or -100, not shifted")
+        if key == "attention_mask" and not taught.all():
+            raise DataError(file, line, "padded tokens", "attention_mask has zeros; store the tokens without padding")
+        supervised &= taught
+    if masked and not supervised.any():
+        raise DataError(file, line, "no supervised token", "labels or mask leave out every token")
+    if not masked and not supervised.all():
+        raise DataError(file, line, "masked tokens", "labels or mask leave some out; use task=sft, which honours them")
+    return Document((Tokens(tuple(ids), tuple(supervised.tolist())),), file, line, (True,) if masked else None)
+
+
+def _numbers(record: Any, key: str, file: str, line: int) -> list[int]:
+    value = value_of(record, key, file, line)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list) or not value or not all(type(number) in (int, bool) for number in value):
+        raise DataError(file, line, f"wrong {key}", "must be a list of whole numbers")
+    return value
 
 
 def _own_position(dataset: Any) -> Any:

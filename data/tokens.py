@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from data.cache import atomic_folder, locked
-from data.document import Control, Document, Picture, Source
+from data.document import Control, Document, Picture, Source, Tokens
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings, plan_grid
 from data.tokenizer import EOS, identity, special_ids
@@ -40,6 +40,7 @@ class TokenStore:
             counts towards EOS.
         num_bytes: bytes of UTF-8 source text of all documents.
         skipped, repaired: how many records were left out or repaired, by reason.
+        formats, unused: how many records were recognised as which shape, and how many have which key that is not used.
         pictures: the images of each document that has any, in order.
         loss_mask: bool [tokens], which tokens may be targets, or None if all may.
     """
@@ -50,6 +51,8 @@ class TokenStore:
     num_bytes: int
     skipped: dict[str, int] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
     pictures: dict[int, list[Picture]] = field(default_factory=dict)
     loss_mask: np.ndarray | None = None
 
@@ -64,9 +67,10 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document as token ids. `byte_counts` and `loss_mask` are as in `TokenStore`, [tokens] or None."""
+    """One document as token ids, and the bytes of its text. `byte_counts`, `loss_mask`: as in `TokenStore`, or None."""
 
     document: Document
+    num_bytes: int
     ids: np.ndarray
     byte_counts: np.ndarray | None
     loss_mask: np.ndarray | None
@@ -93,6 +97,9 @@ class Encoder:
         self.tokenizer, self.seq_len, self.vision, self.count_bytes = tokenizer, seq_len, vision, count_bytes
         self.conversations = conversations
         self.special = special_ids(tokenizer)
+        # In a byte-level vocabulary each character of a spelling stands for one byte.
+        self._byte_level = type(tokenizer.decoder).__name__ == "ByteLevel"
+        self._widths: dict[int, int] = {}
         self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
     def encode(self, documents: list[Document], policy: BadRecordPolicy) -> Iterator[Encoded]:
@@ -122,8 +129,8 @@ class Encoder:
 
     def _assemble(self, document: Document, encodings: Iterator[Encoding]) -> Encoded:
         """One document from the encodings of its text parts, which are taken from `encodings`."""
-        ids = [] if self.special.bos is None else [self.special.bos]
-        counts, ends = [0] * len(ids), []
+        ids = [] if self.special.bos is None or self._begins_with_bos(document) else [self.special.bos]
+        counts, ends, num_bytes = [0] * len(ids), [], len(document.text.encode())
         # Take all of them now: if this document is refused, the next one must still find its own.
         texts = [next(encodings) for part in document.parts if isinstance(part, str)]
         for part in document.parts:
@@ -132,6 +139,12 @@ class Encoder:
                 ids += encoding.ids
                 if self.count_bytes:
                     counts += bytes_per_token(part, encoding.offsets)
+            elif isinstance(part, Tokens):
+                new = self._given(part, document)
+                ids += new
+                widths = [self._width(token) for token in new]
+                num_bytes += sum(widths)
+                counts += widths if self.count_bytes else []
             else:
                 ids += self._span(part, document)
                 counts += [0] * (len(ids) - len(counts)) if self.count_bytes else []
@@ -139,12 +152,41 @@ class Encoder:
         ids.append(self.special.eos)
         byte_counts = loss_mask = None
         if self.count_bytes:
-            counts.append(len(document.text.encode()) - sum(counts))
+            counts.append(num_bytes - sum(counts))
             byte_counts = np.array(counts, np.uint32)
         if self.conversations:
             lengths = np.diff([0, *ends, len(ids)])  # BOS goes with the first part, EOS with the last
             loss_mask = np.repeat([*document.supervised, document.supervised[-1]], lengths)
-        return Encoded(document, np.array(ids, self.dtype), byte_counts, loss_mask)
+            for part, end in zip(document.parts, ends, strict=True):
+                if isinstance(part, Tokens) and part.supervised is not None:
+                    number = len(self._given(part, document))
+                    loss_mask[end - number : end + 1] = [*part.supervised[:number], part.supervised[-1]]
+        return Encoded(document, num_bytes, np.array(ids, self.dtype), byte_counts, loss_mask)
+
+    def _begins_with_bos(self, document: Document) -> bool:
+        first = document.parts[0]
+        return isinstance(first, Tokens) and first.ids[0] == self.special.bos
+
+    def _given(self, part: Tokens, document: Document) -> list[int]:
+        """Token ids of a record, without the EOS that every document is given. Ids must be of this tokenizer's text."""
+        size = self.tokenizer.get_vocab_size()
+        for place, token in enumerate(part.ids):
+            if not 0 <= token < size:
+                detail = f"input_ids[{place}] = {token}, the tokenizer has {size} entries"
+                raise DataError(document.file, document.line, "id outside the vocabulary", detail)
+            if token == self.special.image:
+                detail = f"input_ids[{place}] = {token}; records of token ids have no images"
+                raise DataError(document.file, document.line, "image token without an image", detail)
+        return list(part.ids[:-1] if part.ids[-1] == self.special.eos else part.ids)
+
+    def _width(self, token: int) -> int:
+        """Bytes of text behind a token id."""
+        if token not in self._widths:
+            spelling = self.tokenizer.id_to_token(token)
+            added = token in self.tokenizer.get_added_tokens_decoder()
+            whole = len(self.tokenizer.decode([token]).encode())
+            self._widths[token] = 0 if added else len(spelling) if self._byte_level else whole
+        return self._widths[token]
 
     def _span(self, part: Picture | Control, document: Document) -> list[int]:
         """The ids of an image or a control token."""
@@ -195,9 +237,11 @@ def collect(encoded: Iterable[Encoded], policy: BadRecordPolicy) -> TokenStore:
         tokens=np.concatenate([e.ids for e in items]) if items else np.zeros(0, np.uint16),
         offsets=offsets,
         byte_counts=np.concatenate([e.byte_counts for e in items]) if counted else None,
-        num_bytes=sum(len(e.document.text.encode()) for e in items),
+        num_bytes=sum(e.num_bytes for e in items),
         skipped=dict(policy.skipped),
         repaired=dict(policy.repaired),
+        formats=dict(policy.formats),
+        unused=dict(policy.unused),
         pictures={i: p for i, e in enumerate(items) if (p := _pictures(e.document))},
         loss_mask=np.concatenate([e.loss_mask for e in items]) if items and items[0].loss_mask is not None else None,
     )
@@ -239,6 +283,8 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
         num_bytes=meta["bytes"],
         skipped=meta["skipped"],
         repaired=meta["repaired"],
+        formats=meta.get("formats", {}),
+        unused=meta.get("unused", {}),
         loss_mask=_map(path / "loss_mask.bin", np.bool_) if encoder.conversations else None,
     )
 
@@ -257,9 +303,10 @@ def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Pa
             if encoded.loss_mask is not None:
                 _append(loss_mask, encoded.loss_mask)
             lengths.append(len(encoded.ids))
-            num_bytes += len(encoded.document.text.encode())
+            num_bytes += encoded.num_bytes
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    meta = {"bytes": num_bytes, "skipped": dict(policy.skipped), "repaired": dict(policy.repaired)}
+    counted = {name: dict(getattr(policy, name)) for name in ("skipped", "repaired", "formats", "unused")}
+    meta = {"bytes": num_bytes, **counted}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 

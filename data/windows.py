@@ -30,6 +30,7 @@ class Stats:
         rows, positions, padding: packed so far: rows, tokens that fit into them, and how many of these are padding.
         split_documents: documents packed so far that were cut into several pieces.
         skipped, repaired: records that were left out or repaired, by reason.
+        formats, unused: records by the shape they were recognised as; records that have a key that is not used.
     """
 
     documents: int = 0
@@ -41,6 +42,8 @@ class Stats:
     split_documents: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
 
     @property
     def padding_share(self) -> float:
@@ -52,6 +55,7 @@ class Stats:
         self.tokens += int(store.offsets[-1])
         self.bytes += store.num_bytes
         self.skipped, self.repaired = dict(store.skipped), dict(store.repaired)
+        self.formats, self.unused = dict(store.formats), dict(store.unused)
 
     def add_rows(self, rows: PackedRows, seq_len: int) -> None:
         self.rows += len(rows)
@@ -62,9 +66,12 @@ class Stats:
     def __str__(self) -> str:
         counts = [f"skipped {n} x {reason}" for reason, n in sorted(self.skipped.items())]
         counts += [f"repaired {n} x {reason}" for reason, n in sorted(self.repaired.items())]
+        known = [f"read as {name}: {n} records" for name, n in sorted(self.formats.items())]
+        known += [f"keys not used: {', '.join(sorted(self.unused))}"] if self.unused else []
         return (
             f"documents {self.documents} tokens {self.tokens} bytes {self.bytes} rows {self.rows} "
             f"padding {self.padding_share:.1e} split {self.split_documents} {', '.join(counts) or 'skipped none'}"
+            + "".join(f"; {text}" for text in known)
         )
 
 

@@ -1,4 +1,4 @@
-"""Conversations: JSONL records in the OpenAI `messages` shape become documents in the V4.1 format.
+"""Conversations: records in the OpenAI `messages` shape become documents in the V4.1 format.
 
 The format (V4.1 report, arXiv 2609.19969, post-training; released encoder), control tokens in brackets:
 
@@ -13,8 +13,9 @@ reasoning, and a conversation becomes one document per answer, in which that ans
 the reasoning, the `</think>` after it, the answer, tool calls and EOS; the header of an answer and the texts of system,
 user and tools are not.
 
-A record has `messages`, and optionally `tools`, `effort` and `thinking`. Without `thinking`, an answer is in thinking
-mode if it has reasoning; with tools, all answers are if any has reasoning.
+A record has `messages`, and optionally `tools`, `effort`, `thinking`, `system` (a text before the messages) and
+`images` (for the marks <image> in the texts of users). Without `thinking`, an answer is in thinking mode if it has
+reasoning; with tools, all answers are if any has reasoning.
 A message has `role` (system or developer, user, assistant, tool), `content` (text, or a list of text parts and, for
 users, image parts), `reasoning_content`, `tool_calls`, `tool_call_id` and `weight` (0: this answer is not supervised).
 
@@ -27,6 +28,6 @@ Our choices where the report is silent; the first four follow the released encod
 - a conversation has tools if the record or a system message lists some, or if an answer calls one.
 
 Read in this order: `conversation` (a checked record, efforts), `render` (conversation -> documents), `read` (record ->
-conversation), `source` (a file of records) and `prompt` (messages -> token ids to answer). `chat_template.jinja` writes
-the same format for other programs.
+conversation), `formats` (records of other frameworks), `source` (files of records, data sets) and `prompt` (messages ->
+token ids to answer). `chat_template.jinja` writes the same format for other programs.
 """

@@ -1,4 +1,5 @@
-"""Record -> conversation. Every field of the OpenAI `messages` shape is checked."""
+"""Record -> conversation. Every field of the OpenAI `messages` shape is checked, and every key by which another
+framework says what is taught is honoured or refused by name."""
 
 from __future__ import annotations
 
@@ -11,8 +12,45 @@ from typing import Any
 
 from data.chat.conversation import DEFAULT_EFFORT, Conversation, Message, ToolCall, effort_budget
 from data.chat.render import END_RESULT, RESULT, SEPARATOR, to_json, tool_list
-from data.document import Part, Picture, encodable, value_of
+from data.document import Part, Picture, encodable, kind_of, value_of
 from data.errors import DataError
+
+# Keys of a record and of a message that something is taken from.
+RECORD_KEYS = {"tools", "effort", "thinking", "system", "images", "image", "chat_template_kwargs", "label", "kto_tag"}
+MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "tools", "name"}
+# What says whether an answer is supervised: OpenAI; ms-swift; axolotl.
+WEIGHTS = ("weight", "loss", "train", "training", "train_on_turn")
+# Keys of a record that change what other frameworks teach, and that cannot be honoured.
+REFUSED_OF_RECORD = {
+    "videos": "the model reads text and images",
+    "video": "the model reads text and images",
+    "audios": "the model reads text and images",
+    "audio": "the model reads text and images",
+    "objects": "boxes are not written into the text; write their coordinates there",
+    "functions": "write them as tools",
+    "function_call": "write it as tool_calls of a message",
+    "documents": "write them into a message",
+    "loss_scale": "answers count 0 or 1; give messages a weight",
+    "loss_weight": "records count alike",
+    "sample_weight": "records count alike",
+    "weight": "records count alike; give messages a weight",
+    "mask": "give messages a weight",
+    "train_on_inputs": "only answers are supervised",
+    "segments": "write them as messages with a weight",
+    "chat_template": "the format is the model's own",
+}
+REFUSED_OF_MESSAGE = {
+    "training_detail": "an answer is supervised whole or not at all; use weight",
+    "train_detail": "an answer is supervised whole or not at all; use weight",
+    "loss_scale": "answers count 0 or 1; use weight",
+    "prefix": "an answer is whole",
+    "thinking": "write it as reasoning_content",
+    "reasoning_details": "write it as reasoning_content",
+    "refusal": "write it as content",
+    "audio": "the model reads text and images",
+    "images": "write them as parts of content",
+}
+IMAGE_MARK = "<image>"  # stands in a user's text for the next of the record's images
 
 
 def read_conversation(
@@ -40,11 +78,18 @@ class _Reader:
     def conversation(self, record: Mapping[str, Any], items: Any, for_training: bool) -> Conversation:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
             raise self.bad("messages is not a list of objects", 'each must look like {"role": ..., "content": ...}')
+        record = self._with_template_options(record)
         try:
             effort = effort_budget(DEFAULT_EFFORT if record.get("effort") is None else record["effort"])
         except ValueError as error:
             raise self.bad("wrong effort", str(error)) from None
-        items = self._with_tools(items, record.get("tools"))
+        self._refuse(record, REFUSED_OF_RECORD, "")
+        if record.get("label") is False or record.get("kto_tag") is False:
+            raise self.bad("undesired answer", "the record marks its answer as one that must not be learnt")
+        for number, item in enumerate(items, 1):
+            self._refuse(item, REFUSED_OF_MESSAGE, f"message {number}: ")
+        items = self._with_images(self._with_system(items, record.get("system")), record)
+        items = _with_call_ids(self._with_tools(items, self._tool_list(record.get("tools"))))
         messages = self._turns(items)
         self._check_order(messages, for_training)
         thinking = record.get("thinking")
@@ -52,6 +97,80 @@ class _Reader:
             raise self.bad("wrong thinking", f"thinking={thinking!r}: must be true or false")
         with_tools = any(item.get("tools") or item.get("tool_calls") for item in items)
         return Conversation(tuple(messages), thinking, effort, with_tools)
+
+    def _refuse(self, given: Mapping[str, Any], keys: Mapping[str, str], where: str) -> None:
+        for key in keys.keys() & given.keys():
+            value = given[key]
+            if value is None or value is False or value in ("", [], {}) or (key == "weight" and value == 1):
+                continue
+            raise self.bad(f"unsupported key {key}", f"{where}{key} = {value!r:.60}; {keys[key]}")
+
+    def _with_template_options(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The record with `chat_template_kwargs` as its own thinking and effort."""
+        options = record.get("chat_template_kwargs")
+        if not options:
+            return record
+        names = {
+            "enable_thinking": "thinking",
+            "thinking": "thinking",
+            "reasoning_effort": "effort",
+            "effort": "effort",
+        }
+        if not isinstance(options, dict) or (unknown := options.keys() - names.keys()):
+            known = ", ".join(sorted(names))
+            given = sorted(unknown) if isinstance(options, dict) else options
+            raise self.bad("unsupported key chat_template_kwargs", f"{given!r:.60}; known are {known}")
+        return {**record, **{names[key]: value for key, value in options.items() if value is not None}}
+
+    def _with_system(self, items: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+        """The messages with the record's system text before them."""
+        if system is None or system == "":
+            return items
+        if not isinstance(system, str):
+            raise self.bad("wrong system", f"the record's system must be text, not {kind_of(system)}")
+        if items[0].get("role") in ("system", "developer"):
+            raise self.bad("wrong system", "both the record and a message have a system text; keep one")
+        return [{"role": "system", "content": system}, *items]
+
+    def _with_images(self, items: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The messages with the record's images as parts: each in the place of an <image> in a user's text or of a
+        part {"type": "image"}; without any of these, before the first user's text."""
+        images = record.get("images")
+        if not images and record.get("image") is not None:
+            images = [record["image"]] if not isinstance(record["image"], list) else record["image"]
+        if not images:
+            return items
+        if not isinstance(images, list):
+            raise self.bad("wrong images", "the record's images must be a list")
+        waiting, marks = list(images), 0
+        made = []
+        for item in items:
+            content = item.get("content")
+            if item.get("role") == "user" and isinstance(content, str | list):
+                parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                parts, used = _place_images(parts, waiting)
+                marks += used
+                item = {**item, "content": parts} if used else item
+            made.append(item)
+        first = next((number for number, item in enumerate(made) if item.get("role") == "user"), None)
+        if not marks and first is not None and isinstance(made[first].get("content"), str | list):
+            content = made[first]["content"]
+            content = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
+            parts = [*({"type": "image", "image": image} for image in images), *content]
+            made[first] = {**made[first], "content": parts}
+        elif marks != len(images):
+            detail = f"{len(images)} images for {marks} marks {IMAGE_MARK} in the texts of user messages"
+            raise self.bad("wrong images", detail)
+        return made
+
+    def _tool_list(self, tools: Any) -> Any:
+        """The record's tools, which may be JSON in a string."""
+        if not isinstance(tools, str) or not tools.strip():
+            return tools or None
+        try:
+            return json.loads(tools)
+        except ValueError:
+            return tools
 
     def _with_tools(self, items: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Move the tools of the record into its first system message, which is added if there is none."""
@@ -80,6 +199,10 @@ class _Reader:
 
         for number, item in enumerate(items, 1):
             role = item.get("role")
+            taught = [key for key in WEIGHTS if item.get(key) not in (None, 0)]
+            if taught and role != "assistant":
+                detail = f"message {number} ({role}): {taught[0]}={item[taught[0]]!r}; only answers can be supervised"
+                raise self.bad("wrong weight", detail)
             if item.get("tools") and role not in ("system", "developer"):
                 raise self.bad("wrong tools", f"message {number} ({role}) lists tools; only a system message may")
             if role == "user":
@@ -115,9 +238,12 @@ class _Reader:
         reasoning = item.get("reasoning_content")
         if reasoning is not None and not isinstance(reasoning, str):
             raise self.bad("wrong reasoning", f"message {number}: reasoning_content must be text")
-        weight = item.get("weight", 1)
-        if isinstance(weight, bool) or weight not in (0, 1):
-            raise self.bad("wrong weight", f"message {number}: weight={weight!r} must be 0 or 1")
+        weights = {key: item[key] for key in WEIGHTS if item.get(key) is not None}
+        for key, weight in weights.items():
+            if weight not in (0, 1) or (key == "weight" and isinstance(weight, bool)):
+                raise self.bad("wrong weight", f"message {number}: {key}={weight!r} must be 0 or 1")
+        if len(set(map(bool, weights.values()))) > 1:
+            raise self.bad("wrong weight", f"message {number}: {', '.join(weights)} contradict each other")
         calls = item.get("tool_calls") or []
         if not isinstance(calls, list):
             raise self.bad("wrong tool call", f"message {number}: tool_calls must be a list")
@@ -128,7 +254,7 @@ class _Reader:
         if not calls and not "".join(content).strip():
             raise self.bad("empty message", f"message {number} (assistant) has neither text nor tool calls")
         reasoning = encodable(reasoning or "", self.file, self.line)
-        return Message("assistant", content, reasoning, calls, supervised=weight == 1)
+        return Message("assistant", content, reasoning, calls, supervised=all(weights.values()))
 
     def _call(self, call: Any, number: int) -> ToolCall:
         function = call.get("function") if isinstance(call, dict) else None
@@ -210,7 +336,8 @@ class _Reader:
             if kind == "text" and isinstance(part.get("text"), str):
                 blocks.append((None, (encodable(part["text"], self.file, self.line),)))
             elif kind in ("image", "image_url") and images:
-                blocks.append((None, (self._image(part[kind] if kind in part else part, number),)))
+                value = part if part.get(kind) is None else part[kind]
+                blocks.append((None, (self._image(value, number),)))
             elif kind in ("image", "image_url"):
                 raise self.bad("wrong content", f"message {number}: only user messages can have images, not {role}")
             else:
@@ -240,6 +367,66 @@ class _Reader:
         if "://" in value:
             raise self.bad("image is not a local file", f"message {number}: {value:.80}; give a path or base64")
         return open_picture(Path(self.file).parent / value, self.file, self.line)
+
+
+def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
+    """The keys of a record, and of its messages, that nothing is taken from."""
+    found = (
+        {key for key, value in record.items() if value is not None} - RECORD_KEYS - REFUSED_OF_RECORD.keys() - {field}
+    )
+    known = MESSAGE_KEYS | REFUSED_OF_MESSAGE.keys() | set(WEIGHTS)
+    of_messages = {key for item in record[field] for key, value in item.items() if value is not None} - known
+    named = any(item.get("name") is not None and item.get("role") != "tool" for item in record[field])
+    return found | {f"{field}[].{key}" for key in (*of_messages, *["name"] * named)}
+
+
+def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]:
+    """The parts of a user's content with an image in the place of every mark, and how many marks there are."""
+    placed, marks = [], 0
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image" and not any(
+            part.get(key) is not None for key in ("image", "path", "url", "base64", "bytes")
+        ):
+            placed.append({"type": "image", "image": waiting.pop(0) if waiting else None})
+            marks += 1
+        elif kind == "text" and isinstance(part.get("text"), str) and IMAGE_MARK in part["text"]:
+            before, *rest = part["text"].split(IMAGE_MARK)
+            marks += len(rest)
+            texts = [[{"type": "text", "text": text.strip()}] if text.strip() else [] for text in (before, *rest)]
+            placed += texts[0]
+            for text in texts[1:]:
+                placed += [{"type": "image", "image": waiting.pop(0) if waiting else None}, *text]
+        else:
+            placed.append(part)
+    return placed, marks
+
+
+def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with an id for every tool call. A call without one is given its number, and a result without one
+    that of the next call that has none, of the result's function if it names it."""
+    made: list[dict[str, Any]] = []
+    waiting: list[tuple[str, Any]] = []  # the calls that were given an id, and the functions they call
+    for item in items:
+        calls, role = item.get("tool_calls"), item.get("role")
+        if role == "assistant":
+            waiting = []
+        if role == "assistant" and isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+            given = [call if call.get("id") not in (None, "") else {**call, "id": f"call {number}"}
+                     for number, call in enumerate(calls, 1)]  # fmt: skip
+            waiting = [
+                (new["id"], (new.get("function") or {}).get("name") if isinstance(new.get("function"), dict) else None)
+                for new, old in zip(given, calls, strict=True)
+                if new is not old
+            ]
+            item = {**item, "tool_calls": given}
+        elif role == "tool" and item.get("tool_call_id") in (None, "") and waiting:
+            named = [entry for entry in waiting if item.get("name") in (None, entry[1])]
+            if named:
+                waiting.remove(named[0])
+                item = {**item, "tool_call_id": named[0][0]}
+        made.append(item)
+    return made
 
 
 def _in_call_order(

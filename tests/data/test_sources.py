@@ -190,6 +190,37 @@ def test_a_local_dataset_folder_reads_and_resumes_exactly(dataset_folder, stream
     assert texts(train, position=later[9]) == expected[10:]
 
 
+@pytest.mark.parametrize("kind", ["one shard", "three shards", "saved"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_and_saved_data_sets_train_and_resume_exactly(kind, streaming, tokenizer, tmp_path, monkeypatch):
+    """datasets 8308, 8145: the stream is copied in the loader's thread while the library's registry grows."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    records, folder = [{"text": f"text number {n}"} for n in range(120)], tmp_path / "set"
+    if kind == "saved":
+        datasets.Dataset.from_list(records).save_to_disk(folder, num_shards=3)
+    else:
+        folder.mkdir()
+        for shard in range(count := 3 if kind == "three shards" else 1):
+            rows = pyarrow.Table.from_pylist(records[shard::count])
+            pyarrow.parquet.write_table(rows, folder / f"{shard}.parquet", row_group_size=11)
+    cfg = DataConfig(source="hub", paths=[str(folder)], streaming=streaming, validation_rows=1, validation_share=0.2)
+    cfg.window_tokens, cfg.cache_dir = 150, str(tmp_path / "cache")
+
+    def loader():
+        return build_loaders(cfg, tokenizer, seq_len=16, batch_size=2)[0]
+
+    states, batches, first = [], [], loader()
+    while first.epoch < 2:
+        states.append(json.loads(json.dumps(first.state_dict())))
+        batches.append(next(first)["input_ids"])
+    for number in range(0, len(states), 5):
+        again = loader()
+        again.load_state_dict(states[number])
+        assert all((next(again)["input_ids"] == batch).all() for batch in batches[number : number + 3])
+
+
 def test_a_streamed_dataset_trains_for_several_epochs(dataset_folder, tokenizer, tmp_path, monkeypatch):
     # The loader reads a stream in a thread of its own, where the library opens its file systems anew.
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))

@@ -142,12 +142,121 @@ def test_bad_and_overlong_conversations_stop_or_are_counted(chats, tokenizer, tm
 
 
 def test_settings_that_do_not_fit_are_refused(chats, tokenizer):
-    chats.streaming, chats.validation_rows = True, 4
-    assert "only text, jsonl, parquet and hub can be streamed" in str(chats.problems())
-    chats.streaming = False
+    chats.format = "text"
+    assert "must be one of auto, messages, sharegpt" in str(chats.problems())
+    chats.format = "auto"
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != USER]
     state["model"]["vocab"]["no user"] = state["model"]["vocab"].pop(USER)
     poorer = guard(type(tokenizer).from_str(json.dumps(state)), "test")
     with pytest.raises(ValueError, match="the tokenizer has no <｜User｜>; add them or use another"):
         build_loaders(chats, poorer, seq_len=256, batch_size=2)
+
+
+def several_answers(count):
+    """Records that become one to three documents each."""
+    turns = [[user(f"Q {n} {t}"), assistant(f"A {n} {t}", f"because {t}")] for n in range(count) for t in range(3)]
+    return [{"messages": sum(turns[3 * n : 3 * n + 1 + n % 3], [])} for n in range(count)]
+
+
+def saved(folder, records):
+    """The records as JSONL, as Parquet and as `datasets` saves them: the paths by name."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(records)
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data.to_parquet(folder / "a.parquet", batch_size=7)
+    data.save_to_disk(folder / "set", num_shards=2)
+    (folder / "held.jsonl").write_text(json.dumps({"messages": [user("held"), assistant("out")]}) + "\n")
+    return {name: str(folder / name) for name in ("a.jsonl", "a.parquet", "set")}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "set"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_conversations_can_be_read_on_from_within_a_record(name, streaming, tmp_path):
+    paths = saved(tmp_path, several_answers(20))
+    cfg = DataConfig("chat", [paths[name]], field="messages", streaming=streaming, validation_rows=1)
+    source, _ = open_sources(cfg)
+    source = source.source  # both sides of the split
+
+    def read(position=None):
+        return [
+            (d.text, json.loads(json.dumps(after()))) for d, after in source.read(BadRecordPolicy("stop"), position)
+        ]
+
+    whole = read()
+    assert len(whole) == sum(1 + n % 3 for n in range(20))
+    for done, (_, position) in enumerate(whole, 1):
+        assert [text for text, _ in read(position)] == [text for text, _ in whole[done:]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "set"])
+def test_a_stream_of_conversations_trains_and_resumes_exactly(name, tokenizer, tmp_path):
+    paths = saved(tmp_path, several_answers(40))
+    cfg = DataConfig(
+        "chat", [paths[name]], field="messages", streaming=True, validation_rows=2, validation_share=0.2,
+        window_tokens=600, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    first, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_size=2)
+    states, batches = [], []
+    while first.epoch < 2:
+        states.append(json.loads(json.dumps(first.state_dict())))
+        batches.append(next(first))
+    second, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_size=2)
+    for number in range(0, len(states), 3):
+        second.load_state_dict(states[number])
+        for batch in batches[number : number + 3]:
+            again = next(second)
+            assert all(torch.equal(batch[key], again[key]) for key in batch)
+    assert all((batch["labels"] >= 0).any() for batch in batches)
+
+
+def test_every_file_of_records_gives_the_same_conversations(tokenizer, tmp_path):
+    paths = saved(tmp_path, several_answers(20))
+    found = {}
+    for name, path in paths.items():
+        source, held = open_sources(DataConfig("chat", [path], field="messages"))
+        sides = [sorted(d.text for d, _ in side.read(BadRecordPolicy("stop"))) for side in (source, held)]
+        found[name] = sides
+    assert found["a.jsonl"] == found["a.parquet"] == found["set"], "the split is by content, too"
+
+
+def test_nulls_that_arrow_put_into_tools_and_calls_are_absent(tmp_path):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"b": {"type": "string"}}}}
+    records = [
+        {"messages": [user("x"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {"a": "1"}}}])],
+         "tools": [tool]},
+        {"messages": [user("y"), assistant(None, tool_calls=[{"function": {"name": "g", "arguments": {"b": "2"}}}])],
+         "tools": [other]},
+    ]  # fmt: skip
+    paths = saved(tmp_path, records)
+    texts = {
+        name: sorted(
+            d.text
+            for side in open_sources(DataConfig("chat", [path], field="messages"))
+            for d, _ in side.read(BadRecordPolicy("stop"))
+        )
+        for name, path in paths.items()
+    }
+    assert texts["a.jsonl"] == texts["a.parquet"] == texts["set"] and "null" not in str(texts)
+
+
+def test_pretokenised_records_say_what_is_supervised(tokenizer, tmp_path):
+    special = special_ids(tokenizer)
+    ids = tokenizer.encode("one two three").ids
+    masked = [-100, *ids[1:]]
+    lines = [{"input_ids": ids, "labels": masked}, {"input_ids": [special.bos, *ids, special.eos]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg = DataConfig("chat", [str(tmp_path / "a.jsonl")], [str(tmp_path / "a.jsonl")], field="messages")
+    cfg.validation_paths = [str(tmp_path / "b.jsonl")]
+    (tmp_path / "b.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    cfg.cache_dir, cfg.shuffle, cfg.window_tokens = str(tmp_path / "cache"), False, 1000
+    train, valid = build_loaders(cfg, tokenizer, seq_len=len(ids) + 3, batch_size=2)
+    batch = next(train)
+    rows = sorted(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True), key=str)
+    whole = [special.bos, *ids, special.eos]
+    assert all(row[: len(whole)] == whole for row, _ in rows), "BOS and EOS once"
+    labels = sorted(str(label[: len(whole)]) for _, label in rows)
+    assert labels == sorted([str([-100, -100, *ids[1:], special.eos]), str([-100, *ids, special.eos])])
+    assert valid.target_bytes == len("one two three") - len(tokenizer.decode([ids[0]]))
+    assert train.stats.formats == {"tokens": 2} and "read as tokens: 2 records" in str(train.stats)

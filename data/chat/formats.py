@@ -1,0 +1,217 @@
+"""Conversations in the shapes of other frameworks -> records in the shape of the package's docstring.
+
+    messages           {"messages": [{"role": ..., "content": ...}]}: OpenAI, TRL, axolotl, ms-swift
+    sharegpt           {"conversations": [{"from": "human", "value": ...}]}: LLaMA-Factory, axolotl, LLaVA
+    alpaca             {"instruction": ..., "input": ..., "output": ..., "history": [[question, answer]]}, also with
+                       query and response
+    prompt_completion  {"prompt": ..., "completion": ...}, each text or messages; answers in prompt
+                       are not supervised
+    preference         {"chosen": ..., "rejected": ..., "prompt": ...}, or OpenAI's preferred_output; supervised is
+                       chosen, from where it differs from rejected
+    tokens             {"input_ids": [...], "labels": [...]}
+
+A record is recognised by its keys, one by one, unless `data.format` names its shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from data.document import kind_of
+from data.errors import DataError
+
+# From which keys a shape is recognised; the first shape that has one of its sets wins.
+SHAPES: dict[str, tuple[set[str], ...]] = {
+    "preference": ({"chosen", "rejected"}, {"preferred_output"}),
+    "messages": ({"messages"},),
+    "sharegpt": ({"conversations"},),
+    "prompt_completion": ({"prompt", "completion"},),
+    "alpaca": ({"instruction", "output"}, {"instruction", "response"}, {"query", "response"}),
+    "tokens": ({"input_ids"},),
+}
+SHAPES_KEYS = {key for sets in SHAPES.values() for some in sets for key in some}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool": "tool",
+}
+
+
+def shape_of(record: Any, field: str) -> str:
+    """The name of a record's shape; "messages" also for one that has none, whose error then names `field`."""
+    if not isinstance(record, dict):
+        return "messages"
+    present = {key for key, value in record.items() if value is not None}
+    shapes = SHAPES if field in SHAPES_KEYS else {**SHAPES, "messages": ({field},)}
+    return next((shape for shape, keys in shapes.items() if any(some <= present for some in keys)), "messages")
+
+
+def as_messages(record: Any, shape: str, field: str, file: str, line: int) -> Mapping[str, Any]:
+    """The record with its conversation under `field`, in the OpenAI shape. Other keys stay as they are.
+
+    Raises `DataError` for a record that does not have the shape.
+    """
+    if not isinstance(record, dict):
+        raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")
+    return _Shapes(file, line).convert(record, shape, field)
+
+
+class _Shapes:
+    """Converts one record. Its errors name the record's file and line."""
+
+    def __init__(self, file: str, line: int):
+        self.file, self.line = file, line
+
+    def bad(self, reason: str, detail: str) -> DataError:
+        return DataError(self.file, self.line, reason, detail)
+
+    def convert(self, record: dict[str, Any], shape: str, field: str) -> Mapping[str, Any]:
+        if shape == "messages":
+            if field in record and isinstance(record[field], list) and _is_sharegpt(record[field]):
+                return {**record, field: [self._turn(turn, n) for n, turn in enumerate(record[field], 1)]}
+            return record
+        rest, messages = getattr(self, f"_{shape}")(dict(record))
+        return {**rest, field: messages}
+
+    def _sharegpt(self, record: dict[str, Any]) -> tuple[dict, list]:
+        turns = self._list(record, "conversations")
+        return record, [self._turn(turn, n) for n, turn in enumerate(turns, 1)]
+
+    def _turn(self, turn: Any, number: int) -> Any:
+        """A turn of {"from", "value"} as a message; one that is a message already stays as it is."""
+        if not isinstance(turn, dict) or "role" in turn:
+            return turn
+        role = ROLES.get(turn.get("from"))
+        if role is None:
+            raise self.bad("unknown role", f"turn {number} is from {turn.get('from')!r}; known are {', '.join(ROLES)}")
+        message = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        value = turn.get("value")
+        if turn["from"] in ("function_call", "tool_call"):
+            return {**message, "role": role, "content": None, "tool_calls": self._calls(value, number)}
+        return {**message, "role": role, "content": value}
+
+    def _calls(self, value: Any, number: int) -> list[dict[str, Any]]:
+        """Tool calls written as JSON: {"name": ..., "arguments": ...}, or a list of these."""
+        try:
+            calls = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise self.bad("wrong tool call", f"turn {number}: invalid JSON: {error}") from None
+        calls = [calls] if isinstance(calls, dict) else calls
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise self.bad("wrong tool call", f'turn {number}: must be JSON of {{"name": ..., "arguments": ...}}')
+        return [{"type": "function", "function": call} for call in calls]
+
+    def _alpaca(self, record: dict[str, Any]) -> tuple[dict, list]:
+        ask = "instruction" if record.get("instruction") is not None else "query"
+        answer = "output" if record.get("output") is not None else "response"
+        question = self._text(record, ask)
+        if record.get("input"):
+            question = f"{question}\n{self._text(record, 'input')}"
+        messages = []
+        for pair in record.get("history") or []:
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+                raise self.bad("wrong history", "must be a list of pairs of a question and an answer")
+            messages += [_user(pair[0]), _assistant(pair[1])]
+        messages += [_user(question), _assistant(self._text(record, answer))]
+        used = {ask, answer, "input", "history"}
+        return {key: value for key, value in record.items() if key not in used}, messages
+
+    def _prompt_completion(self, record: dict[str, Any]) -> tuple[dict, list]:
+        prompt, completion = record.pop("prompt", None), record.pop("completion", None)
+        before = [_user(prompt)] if isinstance(prompt, str) else prompt
+        after = [_assistant(completion)] if isinstance(completion, str) else completion
+        for key, value in (("prompt", before), ("completion", after)):
+            if not isinstance(value, list) or not value:
+                raise self.bad(f"wrong {key}", "must be text or a list of messages")
+        before = [self._turn(turn, number) for number, turn in enumerate(before, 1)]
+        after = [self._turn(turn, number) for number, turn in enumerate(after, len(before) + 1)]
+        return record, [_context(message) for message in before] + after
+
+    def _preference(self, record: dict[str, Any]) -> tuple[dict, list]:
+        if "preferred_output" in record:  # OpenAI's preference fine-tuning
+            given = record.pop("input", None)
+            if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+                raise self.bad("wrong input", 'must be {"messages": [...]} beside preferred_output')
+            record |= {key: value for key, value in given.items() if key != "messages"} | {"prompt": given["messages"]}
+            record["chosen"] = record.pop("preferred_output")
+            record["rejected"] = record.pop("non_preferred_output", None)
+        chosen, rejected = record.pop("chosen", None), record.get("rejected")
+        prompt = self._prompt_of(record)
+        if isinstance(chosen, dict):
+            chosen = [self._turn(chosen, 1)]
+        if isinstance(chosen, str):
+            if not prompt:
+                detail = "chosen is text without a prompt; give a prompt, or chosen and rejected as lists of messages"
+                raise self.bad("wrong prompt", detail)
+            return record, [*map(_context, prompt), _assistant(chosen)]
+        if not isinstance(chosen, list) or not chosen:
+            raise self.bad("wrong chosen", "must be text or a list of messages")
+        chosen = [self._turn(turn, number) for number, turn in enumerate(chosen, 1)]
+        rejected = [self._turn(t, n) for n, t in enumerate(rejected, 1)] if isinstance(rejected, list) else []
+        shared = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
+        if prompt and chosen[: len(prompt)] == prompt:  # it is repeated in chosen
+            prompt, shared = [], max(shared, len(prompt))
+        return record, [_context(message) for message in prompt + chosen[:shared]] + chosen[shared:]
+
+    def _prompt_of(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """What precedes the chosen answer: a prompt, a conversation, or an instruction."""
+        if record.get("prompt") is not None:
+            prompt = record.pop("prompt")
+            if not isinstance(prompt, str | list):
+                raise self.bad("wrong prompt", "must be text or a list of messages")
+            return [_user(prompt)] if isinstance(prompt, str) else [self._turn(t, n) for n, t in enumerate(prompt, 1)]
+        for key in ("messages", "conversations"):
+            if record.get(key):
+                turns = self._list(record, key)
+                record.pop(key)
+                return [self._turn(turn, number) for number, turn in enumerate(turns, 1)]
+        if record.get("instruction") is not None:
+            question = self._text(record, "instruction")
+            record.pop("instruction")
+            more = record.pop("input", None)
+            return [_user(f"{question}\n{more}" if more else question)]
+        return []
+
+    def _list(self, record: dict[str, Any], key: str) -> list[Any]:
+        if not isinstance(record.get(key), list) or not record[key]:
+            raise self.bad(f"wrong {key}", 'must be a list of turns like {"from": "human", "value": ...}')
+        return record[key]
+
+    def _text(self, record: dict[str, Any], key: str) -> str:
+        if not isinstance(record.get(key), str):
+            raise self.bad(f"wrong {key}", f"must be text, not {kind_of(record.get(key))}")
+        return record[key]
+
+
+def _is_sharegpt(turns: list[Any]) -> bool:
+    return bool(turns) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in turns)
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _context(message: Any) -> Any:
+    """A message whose answer is not supervised."""
+    if isinstance(message, dict) and message.get("role") == "assistant":
+        return {**message, "weight": 0}
+    return message

@@ -1,0 +1,177 @@
+"""Files of records: JSONL, JSON, Parquet and Arrow, told apart by name and content, JSON also packed.
+
+A file is read as a series of `Item`s. A place in a file is a tuple that can be written as JSON; reading can begin at
+any `Item.after`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.document import kind_of
+from data.errors import BadRecordPolicy, DataError
+from data.files import UNPACKING_ERRORS, decode, open_unpacked, skip_bytes, suffix_of
+
+ROWS = 1024  # rows per batch of the decoder of Parquet
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+
+Place = tuple[int, ...]
+Columns = Callable[[Sequence[str]], Sequence[str]]  # the columns to read, given those there are
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A record or why there is none, its number (of JSONL its line) from 1, and the places before and behind it."""
+
+    record: Any
+    line: int
+    before: Place
+    after: Place
+
+
+def read_records(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+    """The records of a file from a place on; () is its start. A record that cannot be read is an `Item` of its error.
+
+    columns: chooses the columns of a table. Raises `DataError` for a file that cannot be read as a whole.
+    """
+    try:
+        yield from _reader(path)(path, start, policy, columns)
+    except UNPACKING_ERRORS as error:
+        raise DataError(str(path), 0, "unreadable file", getattr(error, "strerror", None) or str(error)) from None
+
+
+def _reader(path: Path) -> Callable[..., Iterator[Item]]:
+    by_suffix = {".json": _json, ".parquet": _parquet, ".arrow": _arrow, ".jsonl": _lines, ".ndjson": _lines}
+    if (suffix := suffix_of(path)) in by_suffix:
+        return by_suffix[suffix]
+    with path.open("rb") as file:
+        begin = file.read(6)
+    return _parquet if begin.startswith(b"PAR1") else _arrow if begin == b"ARROW1" else _lines
+
+
+def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+    """One JSON object per line. Only \\n ends a line: U+2028 and the like are ordinary characters in JSON strings.
+
+    Places are (byte offset of the next line once unpacked, number of lines before it).
+    """
+    offset, line = start or (0, 0)
+    with open_unpacked(path) as file:
+        file.seek(offset) if file.seekable() else skip_bytes(file, offset)
+        empty = not offset
+        for raw in file:
+            empty = False
+            before, offset, line = (offset, line), offset + len(raw), line + 1
+            try:
+                record = _parsed(raw, path, line, policy)
+            except DataError as error:
+                record = error
+            yield Item(record, line, before, (offset, line))
+    if empty:
+        raise DataError(str(path), 0, "empty file")
+
+
+def _parsed(raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
+    text = decode(raw, str(path), policy, line).strip("\r\n")
+    if not text.strip():
+        raise DataError(str(path), line, "blank line")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for integers with too many digits
+        raise DataError(str(path), line, "invalid JSON", str(error)) from None
+
+
+def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+    """A list of records, one record, or JSON lines after all. Places are (records before it,)."""
+    if len(start) == 2:
+        yield from _lines(path, start, policy, columns)
+        return
+    with open_unpacked(path) as file:
+        text = decode(file.read(), str(path), policy)
+    if not text.strip():
+        raise DataError(str(path), 0, "empty file")
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        if not error.msg.startswith("Extra data"):
+            raise DataError(str(path), error.lineno, "invalid JSON", str(error)) from None
+        yield from _lines(path, (), policy, columns)  # more than one value: a line each
+        return
+    except (ValueError, RecursionError) as error:
+        raise DataError(str(path), 0, "invalid JSON", str(error)) from None
+    if not isinstance(records, list | dict):
+        raise DataError(str(path), 0, "no records", f"the file holds {kind_of(records)}, not a list of objects")
+    records = [records] if isinstance(records, dict) else records
+    if not records:
+        raise DataError(str(path), 0, "empty file")
+    for number in range(start[0] if start else 0, len(records)):
+        yield Item(records[number], number + 1, (number,), (number + 1,))
+
+
+def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+    """Places are (rows before it,). Row groups that end before the start are not read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = list(columns(file.schema_arrow.names))
+            if not file.metadata.num_rows:
+                raise DataError(str(path), 0, "empty file")
+            row, first = 0, start[0] if start else 0
+            for group in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                if row + size <= first:
+                    row += size
+                    continue
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=names):
+                    yield from _rows(batch, path, row, first)
+                    row += len(batch)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(str(path), 0, "invalid Parquet", str(error).splitlines()[0]) from None
+
+
+def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+    """An Arrow file, or a stream as `datasets` writes it. Places are (rows before it,)."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            try:
+                reader = pyarrow.ipc.open_file(file)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            except pyarrow.ArrowInvalid:
+                file.seek(0)
+                reader = batches = pyarrow.ipc.open_stream(file)
+            names = list(columns(reader.schema.names))
+            row = 0
+            for batch in batches:
+                yield from _rows(batch.select(names), path, row, start[0] if start else 0)
+                row += len(batch)
+            if not row:
+                raise DataError(str(path), 0, "empty file")
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(str(path), 0, "invalid Arrow", str(error).splitlines()[0]) from None
+
+
+def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
+    """The rows of a batch from row `first` of the file on; `before` rows come before the batch."""
+    names = batch.schema.names
+    for number in range(max(0, first - before), len(batch)):
+        row = before + number
+        try:
+            record: Any = {n: without_nulls(batch.column(i)[number].as_py()) for i, n in enumerate(names)}
+        except UnicodeDecodeError as error:  # Parquet does not check that its strings are UTF-8
+            detail = f"byte 0x{error.object[error.start]:02x}"
+            record = DataError(str(path), row + 1, "invalid UTF-8", detail)
+        yield Item(record, row + 1, (row,), (row + 1,))
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that a table has only because another of its rows has them."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
