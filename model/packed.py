@@ -1,0 +1,197 @@
+"""Frozen weights kept as they are stored: codes and scales, unpacked where they are used.
+
+A `PackedWeight` stands in the place of a parameter of a quantised checkpoint (released.py says which weight has which
+packing). It has the logical shape and dtype of the values, so that `nn.Linear`, adapters of `peft`, autocast and
+recomputation work as they do on plain weights. A product unpacks the matrix in the forward and again in the backward:
+autograd saves the bytes, never the values. A look-up unpacks only the rows that it reads. The values are bit for bit
+those of a full read, so losses and the gradients of adapters are too (SPEC section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from model.quantize import Packing, unpack
+
+aten = torch.ops.aten
+
+
+class PackedWeight(Tensor):
+    """A frozen weight [rows, columns], or a stack [experts, rows, columns] of them, as codes and scales.
+
+    codes, scale: as `Packing` describes them, for a stack with the experts in front. dtype: of the values, fp32 or
+    bf16 (both hold them exactly). A transposed matrix is the same bytes with `transposed` set.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    packing: Packing
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls, codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype, transposed: bool = False
+    ) -> PackedWeight:
+        shape = list(codes.shape)
+        if packing.codes == torch.int8:
+            shape[-1] *= 2
+        if transposed:
+            shape[-2:] = shape[:-3:-1]
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device, requires_grad=False)
+        self.codes, self.scale, self.packing, self.transposed = codes, scale, packing, transposed
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = "FP4" if self.packing.codes == torch.int8 else "FP8"
+        return f"PackedWeight({kind}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], (self.packing, self.dtype, self.transposed)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> PackedWeight:
+        packing, dtype, transposed = meta
+        return cls(inner["codes"], inner["scale"], packing, dtype, transposed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """Frozen weights are shared between copies of a model."""
+        return self
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def values(self) -> Tensor:
+        """The plain weight."""
+        if self.codes.dim() == 3:
+            return torch.stack([self.of_expert(expert) for expert in range(len(self.codes))])
+        found = unpack(self.codes, self.scale, self.packing).to(self.dtype)
+        return found.t() if self.transposed else found
+
+    def of_expert(self, expert: int) -> Tensor:
+        """The plain matrix [rows, columns] of one expert of a stack."""
+        return unpack(self.codes[expert], self.scale[expert], self.packing).to(self.dtype)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The plain rows that int64 `index` (any shape) names: [*index.shape, columns]."""
+        if self.transposed or self.codes.dim() != 2 or self.packing.tile_rows != 1:
+            return self.values()[index]
+        flat = index.flatten()
+        found = unpack(self.codes.index_select(0, flat), self.scale.index_select(0, flat), self.packing)
+        return found.to(self.dtype).unflatten(0, index.shape) if index.dim() != 1 else found.to(self.dtype)
+
+    def _like(self, **changes: Any) -> PackedWeight:
+        given = {"codes": self.codes, "scale": self.scale, "dtype": self.dtype, "transposed": self.transposed}
+        given.update(changes)
+        return PackedWeight(packing=self.packing, **given)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], PackedWeight):
+            return handler(*args, **kwargs)
+        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+            raise RuntimeError(
+                f"{func} would change a frozen weight that is kept packed. Merge an adapter into its base with "
+                "`python -m train task=convert src=BASE adapter=ADAPTER dst=NEW_FOLDER format=released`, or load the "
+                "weights unpacked (runtime.frozen=values, load_pretrained(..., packed=False))"
+            )
+        plain = pytree.tree_map_only(PackedWeight, PackedWeight.values, (args, kwargs))
+        return func(*plain[0], **plain[1])
+
+
+def _to_copy(weight: PackedWeight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    dtype = dtype or weight.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        return weight.values().to(device=device, dtype=dtype)
+    if device is None:
+        return weight._like(dtype=dtype)
+    return weight._like(codes=weight.codes.to(device), scale=weight.scale.to(device), dtype=dtype)
+
+
+def _transpose(weight: PackedWeight, first: int = 0, second: int = 1) -> Tensor:
+    if weight.dim() == 2 and {first % 2, second % 2} == {0, 1}:
+        return weight._like(transposed=not weight.transposed)
+    return weight.values().transpose(first, second)
+
+
+def _embedding(weight: PackedWeight, index: Tensor, *_: Any, **__: Any) -> Tensor:
+    return weight.rows(index)
+
+
+def _index_select(weight: PackedWeight, dim: int, index: Tensor) -> Tensor:
+    return weight.rows(index) if dim == 0 and weight.dim() == 2 else weight.values().index_select(dim, index)
+
+
+def _select(weight: PackedWeight, dim: int, index: int) -> Tensor:
+    """One expert of a stack, still packed."""
+    if weight.dim() == 3 and dim == 0:
+        return weight._like(codes=weight.codes[index], scale=weight.scale[index])
+    return weight.values().select(dim, index)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda weight: weight._like(),
+    aten.alias.default: lambda weight: weight._like(),
+    aten.clone.default: lambda weight, **_: weight._like(),
+    aten._to_copy.default: _to_copy,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.embedding.default: _embedding,
+    aten.index_select.default: _index_select,
+    aten.select.int: _select,
+}
+
+
+def frozen(codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A parameter that is never trained, kept as its bytes."""
+    return torch.nn.Parameter(PackedWeight(codes, scale, packing, dtype), requires_grad=False)
+
+
+def packed_grouped_linear(rows: Tensor, weight: PackedWeight, ends: Tensor) -> Tensor:
+    """`model.moe.grouped_linear` with a packed stack: an expert's matrix is unpacked for its own rows alone."""
+    return _GroupedLinear.apply(rows, weight, ends)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: PackedWeight, ends: Tensor) -> Tensor:
+        ctx.weight, ctx.sizes = weight, ends.diff(prepend=ends.new_zeros(1)).tolist()
+        out = rows.new_empty(len(rows), weight.shape[1])
+        for expert, (part, result) in enumerate(zip(rows.split(ctx.sizes), out.split(ctx.sizes), strict=True)):
+            if len(part):
+                torch.mm(part, weight.of_expert(expert).t(), out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.contiguous()
+        out = grad.new_empty(len(grad), ctx.weight.shape[2])
+        for expert, (part, result) in enumerate(zip(grad.split(ctx.sizes), out.split(ctx.sizes), strict=True)):
+            if len(part):
+                torch.mm(part, ctx.weight.of_expert(expert), out=result)
+        return out, None, None
+
+
+def packed_block_linear(x: Tensor, weight: PackedWeight, groups: int) -> Tensor:
+    """`model.attention.GroupedLinear` with a packed weight: x [T, groups, in] -> [T, groups, out]."""
+    return _BlockLinear.apply(x, weight, groups)
+
+
+class _BlockLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedWeight, groups: int) -> Tensor:
+        ctx.weight, ctx.groups = weight, groups
+        return torch.einsum("tgi,goi->tgo", x, weight.values().unflatten(0, (groups, -1)).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        blocks = ctx.weight.values().unflatten(0, (ctx.groups, -1)).to(grad.dtype)
+        return torch.einsum("tgo,goi->tgi", grad, blocks), None, None
