@@ -23,6 +23,7 @@ from model.config import ForwardOptions, TextConfig
 from model.indexer import Indexer, IndexerLossInputs, select, select_from_candidates
 from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
+from model.packed import PackedWeight, packed_block_linear
 from model.quantize import fake_quant_fp4, fake_quant_fp8
 from model.rope import rotate
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
@@ -93,6 +94,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, groups, in] -> [T, groups, out]."""
+        if isinstance(self.weight, PackedWeight):
+            return packed_block_linear(x, self.weight, self.groups)
         return torch.einsum("tgi,goi->tgo", x, self.weight.unflatten(0, (self.groups, -1)).to(x.dtype))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.backbone import DeepseekV41
 from model.config import ForwardOptions, LossWeights, ModelConfig
 from model.engram import check_token_map
 from model.init import init_weights
+from model.packed import empty_packed, packed_weights_aside
 from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
+from model.quantize import Packing
 
 FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")
 
@@ -45,16 +49,29 @@ def allocate_model(
     dtype: torch.dtype,
     parallel: Parallel = ONE_PROCESS,
     loss_weights: LossWeights | None = None,
+    packing_of: Callable[[str], Packing | None] = lambda name: None,
 ) -> DeepseekV41:
-    """A model whose parameters are allocated on `device` but not yet written."""
+    """A model whose parameters are allocated on `device` but not yet written. `packing_of`: how a parameter of this
+    name is kept packed, for good (`model.packed`); None: as values.
+    """
     if torch.device(device).type != "meta" or token_map is not None:
         check_token_map(config.text, token_map)
     with torch.device("meta"):
         model = DeepseekV41(config, runtime, parallel, loss_weights)
-    model = cast_model(model, dtype).to_empty(device=device)
+    _make_room_packed(cast_model(model, dtype), packing_of, torch.device(device))
+    with packed_weights_aside(model):
+        model.to_empty(device=device)
     mark_shards(model)
     model.token_map = None if token_map is None else token_map.to(device)
     return model
+
+
+def _make_room_packed(model: nn.Module, packing_of: Callable[[str], Packing | None], device: torch.device) -> None:
+    for name, parameter in list(model.named_parameters()):
+        packing = packing_of(name)
+        if packing is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, empty_packed(parameter.shape, packing, parameter.dtype, device))
 
 
 def cast_model(model: DeepseekV41, dtype: torch.dtype) -> DeepseekV41:

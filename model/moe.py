@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.layout import SequenceLayout
+from model.packed import PackedWeight, packed_grouped_linear
 from model.parallel.exchange import exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
 
@@ -202,6 +203,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
+    if isinstance(weight, PackedWeight):
+        return packed_grouped_linear(rows, weight, ends)
     if not len(rows):  # the grouped product has no backward then; this one gives zeros
         return F.linear(rows, weight[0])
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)

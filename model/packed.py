@@ -9,11 +9,12 @@ those of a full read, so losses and the gradients of adapters are too (SPEC sect
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from model.quantize import Packing, unpack
@@ -130,6 +131,21 @@ def _index_select(weight: PackedWeight, dim: int, index: Tensor) -> Tensor:
     return weight.rows(index) if dim == 0 and weight.dim() == 2 else weight.values().index_select(dim, index)
 
 
+def _slice(
+    weight: PackedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """Whole tiles of rows, still packed."""
+    rows, height = slice(start, end, step).indices(weight.shape[dim]), weight.packing.tile_rows
+    first, stop, _ = rows
+    if weight.dim() != 2 or dim or step != 1 or weight.transposed or first % height:
+        return weight.values()[(slice(None),) * dim + (slice(start, end, step),)]
+    return weight._like(codes=weight.codes[first:stop], scale=weight.scale[first // height : -(-stop // height)])
+
+
+def _new_empty(weight: PackedWeight, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    return torch.empty(size, dtype=dtype or weight.dtype, device=device or weight.device)
+
+
 def _select(weight: PackedWeight, dim: int, index: int) -> Tensor:
     """One expert of a stack, still packed."""
     if weight.dim() == 3 and dim == 0:
@@ -147,12 +163,45 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: _embedding,
     aten.index_select.default: _index_select,
     aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.new_empty.default: _new_empty,
 }
 
 
 def frozen(codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype) -> torch.nn.Parameter:
     """A parameter that is never trained, kept as its bytes."""
     return torch.nn.Parameter(PackedWeight(codes, scale, packing, dtype), requires_grad=False)
+
+
+def empty_packed(shape: torch.Size, packing: Packing, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Room for a packed weight, or a stack of them, of this logical shape."""
+    *stack, rows, columns = shape
+    codes = torch.empty(*stack, *packing.codes_shape(rows, columns), dtype=packing.codes, device=device)
+    scale = torch.empty(*stack, *packing.scale_shape(rows, columns), dtype=torch.float8_e8m0fnu, device=device)
+    return frozen(codes, scale, packing, dtype)
+
+
+@contextmanager
+def packed_weights_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is without its packed weights: for code that goes over all parameters and writes to them."""
+    found = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, PackedWeight)
+    ]
+    for module, name, _ in found:
+        module._parameters[name] = None
+    try:
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Bytes that a weight takes, packed or plain."""
+    return tensor.packed_bytes if isinstance(tensor, PackedWeight) else tensor.numel() * tensor.element_size()
 
 
 def packed_grouped_linear(rows: Tensor, weight: PackedWeight, ends: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 
 from model.backbone import DeepseekV41
 from model.build import allocate_model
-from model.checkpoint.names import SCALES, TensorShard, released_tensors
+from model.checkpoint.names import SCALES, TensorShard, released_names, released_tensors
 from model.checkpoint.released import (
     PLAIN,
     SPELLED,
@@ -34,6 +34,7 @@ from model.checkpoint.released import (
 )
 from model.config import ForwardOptions, ModelConfig
 from model.engram import build_token_map
+from model.packed import PackedWeight
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.quantize import FP4_ROWS, Packing
 
@@ -44,9 +45,11 @@ def load_pretrained(
     device: str | torch.device = "cpu",
     runtime: ForwardOptions | None = None,
     parallel: Parallel = ONE_PROCESS,
+    packed: bool = False,
 ) -> DeepseekV41:
     """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
-    tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model.
+    tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model. `packed` keeps the
+    weights of a quantised folder as they are stored, frozen (`model.packed`); a plain folder has none.
 
     Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
     tensor. Drafter tensors (`mtp.*`) are left out: `load_drafter` reads them.
@@ -56,7 +59,8 @@ def load_pretrained(
     token_map = None
     if config.text.engram_layer_ids:
         token_map = build_token_map(_tokenizer(folder))
-    model = allocate_model(config, runtime, token_map, device, dtype, parallel)
+    kinds = parameter_packing if packed and is_quantised(config.to_dict()) else never_packed
+    model = allocate_model(config, runtime, token_map, device, dtype, parallel, packing_of=kinds)
     load_weights(model, folder)
     return model
 
@@ -73,13 +77,37 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
     with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
         sources = [source for source in sources if source.name in targets]
         # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
-        kept = {source.name: source.kept().clone() for source in sources if source.kept is not None}
+        packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
+        kept = {s.name: s.kept().clone() for s in sources if s.kept is not None and s.name not in packed}
         for source in sources:
             target, row = targets[source.name].tensor, 0
+            if source.name in packed:
+                _copy_stored(target, source)
+                continue
             for block in source.blocks():
                 target[row : row + len(block)].copy_(block)
                 row += len(block)
     model.released_scales = kept
+
+
+def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
+    """Fill a packed weight with the bytes of the file."""
+    if source.stored is None:
+        raise ValueError(f"{source.name} is not stored quantised and cannot be kept packed; load it with packed=False")
+    row, tile = 0, 0
+    for codes, scale in source.stored():
+        target.codes[row : row + len(codes)].copy_(codes)
+        target.scale[tile : tile + len(scale)].copy_(scale)
+        row, tile = row + len(codes), tile + len(scale)
+
+
+def parameter_packing(name: str) -> Packing | None:
+    """How the released layout stores the parameter of this name of ours."""
+    return packing_of(released_names(name, torch.Size([1]))[0])
+
+
+def never_packed(name: str) -> None:
+    """For weights that are kept as values."""
 
 
 @contextmanager

@@ -155,7 +155,8 @@ class TensorSource(NamedTuple):
     """A tensor on its way from one place to another: `blocks()` are its rows from `start` on in order, a few at a time.
 
     shape: of the whole tensor; this process may handle some of its rows, or none. dtype: what it is stored in when
-    nothing else is asked for. kept: the scales of those rows where it was stored quantised before.
+    nothing else is asked for. kept: the scales of those rows where it was stored quantised before. stored: codes and
+    scales of the same blocks where it is stored quantised now.
     """
 
     name: str
@@ -164,6 +165,7 @@ class TensorSource(NamedTuple):
     blocks: Callable[[], Iterator[Tensor]]
     kept: Callable[[], Tensor] | None = None
     start: int = 0
+    stored: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
 
 
 def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[slice]:
@@ -221,17 +223,24 @@ class Shards:
         shape = (height, 2 * columns if packing.codes == torch.int8 else columns)
         rows = rows or slice(0, height)
 
-        def blocks() -> Iterator[Tensor]:
+        def pieces() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for part in row_blocks(shape, rows):
-                values = unpack(self.read(name, part), self.read(scale_name(name), tile_span(part, packing)), packing)
+                codes, scale = self.read(name, part), self.read(scale_name(name), tile_span(part, packing))
+                values = unpack(codes, scale, packing)
                 if not values.isfinite().all():
                     raise ValueError(f"{path}: {name} with {scale_name(name)} has a NaN or infinite value")
-                yield values
+                yield codes, scale, values
+
+        def blocks() -> Iterator[Tensor]:
+            return (values for _, _, values in pieces())
+
+        def stored() -> Iterator[tuple[Tensor, Tensor]]:
+            return ((codes, scale) for codes, scale, _ in pieces())
 
         def kept() -> Tensor:
             return self.read(scale_name(name), tile_span(rows, packing))
 
-        return TensorSource(name, shape, torch.bfloat16, blocks, kept, rows.start)
+        return TensorSource(name, shape, torch.bfloat16, blocks, kept, rows.start, stored)
 
 
 class Stored(NamedTuple):

@@ -37,6 +37,7 @@ from model.checkpoint.released import (
 )
 from model.config import ModelConfig
 from model.engram import engram_tables
+from model.packed import PackedWeight
 from model.parallel.collective_errors import all_or_none, gather_objects
 from model.parallel.ranks import ONE_RANK, RankGroup
 from model.quantize import Packing
@@ -74,6 +75,8 @@ def save_pretrained(
         if not part.written_by(ranks):
             return TensorSource(part.name, part.shape, part.dtype, lambda: iter(()))
         kept = (lambda: scales[part.name]) if part.name in scales else None
+        if isinstance(part.tensor, PackedWeight):
+            kept = partial(getattr, part.tensor, "scale")
         return TensorSource(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
 
     held = [*released_tensors(model), *(() if drafter is None else released_tensors(drafter))]
@@ -94,8 +97,9 @@ def save_pretrained(
 
 def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
     """The weights whose scales were kept, by the processes that hold them."""
-    here = [part.name for part in held if part.tensor is not None and packing_of(part.name)]
-    found = gather_objects((bool(scales), [name for name in here if name not in scales]), ranks)
+    here = [part for part in held if part.tensor is not None and packing_of(part.name)]
+    stored = {part.name for part in here if isinstance(part.tensor, PackedWeight)} | scales.keys()
+    found = gather_objects((bool(stored), [part.name for part in here if part.name not in stored]), ranks)
     if not any(some for some, _ in found):
         return set()
     lacking = {name for _, names in found for name in names}
@@ -104,7 +108,8 @@ def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks:
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     for rows in row_blocks(tuple(tensor.shape)):
-        yield tensor[rows].detach()
+        block = tensor[rows].detach()
+        yield block.values() if isinstance(block, PackedWeight) else block
 
 
 def write_checkpoint(
