@@ -28,7 +28,7 @@ from train.distributed.launch import launch
 from train.distributed.world import find_process, run_to_the_end
 from train.loop import train_step
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "distributed")]
 from ranks import Group  # noqa: E402
 
 CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "broadcast")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.python_server import ROOT, Program
 
 
 @dataclass(frozen=True)
@@ -29,19 +26,14 @@ class Group:
 
     def __init__(self, size: int, command: list[str], folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
-        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
         port = str(free_port())
         self.processes = []
-        for rank, log in enumerate(self.logs):
+        for rank in range(size):
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            with open(log, "w") as file:
-                process = subprocess.Popen(
-                    [sys.executable, *command], cwd=ROOT, env={**os.environ, **places, **meeting, **own},
-                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-            self.processes.append(process)
+            environment = {**os.environ, **places, **meeting, **own}
+            self.processes.append(Program(command, folder / f"rank{rank}.log", environment))
 
     def finish(self, seconds: float = 600) -> list[Ended]:
         """Wait for all; what still runs after so long is killed and fails the test."""
@@ -49,20 +41,18 @@ class Group:
         try:
             for process in self.processes:
                 process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except AssertionError:
             raise AssertionError(f"still running after {seconds} s\n{self.outputs()}") from None
         finally:
             self.kill()
-        return [Ended(p.returncode, log.read_text()) for p, log in zip(self.processes, self.logs, strict=True)]
+        return [Ended(process.wait(), process.output) for process in self.processes]
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.kill()
 
     def outputs(self) -> str:
-        return "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(self.logs))
+        return "\n".join(f"--- rank {rank}\n{one.output[-3000:]}" for rank, one in enumerate(self.processes))
 
     def __enter__(self) -> Group:
         return self
