@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.python_server import Program
 from train import loop
 from train.build import Run
 from train.checkpoint.run_state import latest
-from train.config.schema import Config, ConfigError
+from train.config.schema import Config, ConfigError, parse
 from train.errors import InputError, Interrupted
 from train.evaluation.probe import Probe
 from train.run import only_process_in
 from train.tasks import pretrain
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}
 
 
@@ -65,10 +63,10 @@ def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "train_step", step_and_signal)
 
 
-@pytest.fixture
-def whole(make_config) -> Config:
-    """A run that nothing stopped."""
-    config = make_config("name=whole")
+@pytest.fixture(scope="module")
+def whole(compose_raw, overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run that nothing stopped. Tests read it."""
+    config = parse(compose_raw(*overrides, f"output={tmp_path_factory.mktemp('whole')}", "name=whole"))
     pretrain.run(config)
     return config
 
@@ -82,16 +80,15 @@ def test_longer_run_continues_a_shorter_one(make_config, whole: Config) -> None:
     assert kept == numbers(whole.run_dir)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_first_and_the_run_continues(make_config, whole: Config, monkeypatch, number: int) -> None:
+def test_signals_save_first_and_the_run_continues(make_config, whole: Config, monkeypatch) -> None:
     config = make_config("name=parts")
-    with monkeypatch.context() as patch:
-        stop_at(3, number, patch)
-        with pytest.raises(
-            Interrupted, match=rf"Stopped by {signal.Signals(number).name} after step 3, state saved in"
-        ):
-            pretrain.run(config)
-    assert latest(config.run_dir / "checkpoints").name == "step-00000003"
+    for step, number in ((1, signal.SIGUSR1), (3, signal.SIGTERM), (4, signal.SIGINT)):
+        with monkeypatch.context() as patch:
+            stop_at(step, number, patch)
+            stopped = rf"Stopped by {signal.Signals(number).name} after step {step}, state saved in"
+            with pytest.raises(Interrupted, match=stopped):
+                pretrain.run(config)
+        assert latest(config.run_dir / "checkpoints").name == f"step-0000000{step}"
     pretrain.run(config)
     assert_same_run(whole.run_dir, config.run_dir)
 
@@ -163,7 +160,7 @@ def test_other_settings_are_refused_by_key(make_config, whole: Config) -> None:
     with pytest.raises(
         ConfigError, match=r"task\.seq_len: 64 -> 32\n *The run in .*whole was trained with the first values"
     ):
-        pretrain.run(make_config("name=whole", "task.seq_len=32"))
+        pretrain.run(make_config("name=whole", f"output={whole.run_dir.parent}", "task.seq_len=32"))
 
 
 def swap(first: Path, second: Path) -> None:
@@ -218,40 +215,26 @@ def test_what_a_run_leaves(whole: Config, capsys: pytest.CaptureFixture[str]) ->
     assert log.count("\nstep=") == 8, "six steps and two evaluations"
 
 
-def launch(overrides: list[str], program: tuple[str, ...] = ("-m", "train")) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *program, *overrides],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def launch(overrides: list[str], log: Path, program: tuple[str, ...] = ("-m", "train")) -> Program:
+    return Program([*program, *overrides], log)
 
 
-@pytest.mark.slow
 def test_kill_9_and_the_same_command_continue(make_config, whole: Config, overrides: list[str], tmp_path: Path) -> None:
-    command = [*overrides, f"output={tmp_path}", "name=parts"]
-    process = launch(command, ("tests/at_step.py", "6", "SIGKILL:0"))
-    output, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL and "\nstep=5 " in output, output
-    process = launch(command)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    assert "continuing from" in output
+    command, log = [*overrides, f"output={tmp_path}", "name=parts"], tmp_path / "log"
+    with launch(command, log, ("tests/at_step.py", "6", "SIGKILL:0")) as killed:
+        assert killed.wait() == -signal.SIGKILL and "\nstep=5 " in killed.output, killed.output
+    with launch(command, log) as again:
+        assert again.wait() == 0 and "continuing from" in again.output, again.output
     assert_same_run(whole.run_dir, tmp_path / "parts")
 
 
 @pytest.mark.slow
 def test_sigterm_exits_with_its_own_code(overrides: list[str], tmp_path: Path) -> None:
-    process = launch([*overrides, f"output={tmp_path}", "task.tokens=1000000"])
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step=2 "):
-            process.terminate()
-            break
-    output = process.stdout.read()
-    assert process.wait() == 75, output
-    assert "Run the same command to continue" in output and "Traceback" not in output
+    with launch([*overrides, f"output={tmp_path}", "task.tokens=1000000"], tmp_path / "log") as process:
+        process.until(lambda: "\nstep=2 " in process.output)
+        process.send(signal.SIGTERM)
+        assert process.wait() == 75, process.output
+        assert "Run the same command to continue" in process.output and "Traceback" not in process.output
 
 
 def test_unreadable_data_leaves_no_run_behind(make_config) -> None:
