@@ -26,9 +26,7 @@ def run(size: int, function: Callable, *arguments: Any, timeout: float = 300) ->
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((size, function, arguments)))
-        started = [
-            Program(["-m", "tests.processes", name, str(rank)], folder / f"{rank}.log") for rank in range(size)
-        ]
+        started = [Program(["-m", "tests.processes", name, str(rank)], folder / f"{rank}.log") for rank in range(size)]
         try:
             _wait(started, timeout)
         finally:
