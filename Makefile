@@ -7,7 +7,7 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat
-.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo studies $(STUDIES:%=study-%) test slurm-check bench
+.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed lint docs docs-check coverage clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make train        train the demo model on real text (minutes on 2 cores); again: continue it if it was stopped"
 	@echo "make sft-demo | lora-demo | vision-demo   fine-tune on a small task: all weights, adapters, images (minutes each)"
 	@echo "make rl-demo      fine-tune a small model to reason, then reinforcement learning at four efforts (minutes)"
+	@echo "make dspark-demo  train a drafter for the demo model, and compare decoding with and without it (minutes)"
 	@echo "make studies      compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test         run the quick tests"
 	@echo "make interop      install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute"
@@ -48,6 +49,10 @@ rl-demo: install
 	@$(PY) -m train.rl.demo runs/rl-demo
 	@$(PY) -m train task=sft experiment=rl_demo_sft init_from=runs/rl-demo/base data.paths=[runs/rl-demo/chats.jsonl] $(ARGS)
 	@$(PY) -m train task=rl experiment=rl_demo init_from=runs/rl-demo-sft/export $(ARGS)
+
+dspark-demo: runs/demo/export/config.json
+	@$(PY) -m train task=dspark experiment=dspark_demo $(ARGS)
+	@$(PY) -m train.studies.drafter runs/dspark-demo
 
 studies: $(STUDIES:%=study-%)
 

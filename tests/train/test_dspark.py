@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model import load_drafter, load_pretrained
+from model import Request, Sample, load_drafter, load_pretrained
 from tests.train.test_resume import numbers
 from train import loop
 from train.anchors import HELD_OUT, candidates, with_anchors
@@ -19,6 +19,7 @@ from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import ConfigError
 from train.evaluation.drafter import evaluate, measures
+from train.studies import drafter as study
 from train.tasks import dspark, pretrain
 
 SHAPE = (
@@ -267,3 +268,36 @@ def test_a_run_of_a_drafter_is_no_origin(make) -> None:
         -2:
     ] == [0, 0]
     find_pretrained(str(config.run_dir / "export"))
+
+
+# --- what it is worth
+
+
+def test_the_study_of_a_finished_run(make, capsys) -> None:
+    """Accepted lengths of three drafters and speeds; the Markov head alone is nothing but that."""
+    config = make("name=drafter", "task.tokens=2000", "optim.schedule.peak=1.0e-2")
+    dspark.run(config)
+    capsys.readouterr()
+    options = ["--tokens", "300", "--contexts", "40", "--batches", "1", "2", "--pieces", "1"]
+    assert study.main([str(config.run_dir), *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (config.run_dir / "drafter.md").read_text()
+    found = json.loads((config.run_dir / "drafter.json").read_text())
+    assert list(found["quality"]) == ["trained", "Markov head alone", "without training"]
+    for result in found["quality"].values():
+        for kind in ("greedy", "drawn"):
+            low, high = result[kind]["interval"]
+            assert 0 <= low <= result[kind]["accepted"] <= high <= 4 and len(result[kind]["by_slot"]) == 4
+    assert found["quality"]["trained"]["expected"]["tau"] > found["quality"]["without training"]["expected"]["tau"]
+    assert [(row["context"], row["batch"]) for row in found["speed"]] == [(40, 1), (40, 2)]
+    alone = study.markov_alone(build(config))
+    drafted = alone(torch.tensor([[5, 9, 2]]), *(torch.tensor(x) for x in ([3], [7], [[7, 8, 9, 10]])))
+    assert not drafted.base_logits.any() and drafted.logits.any()
+    assert study.main([str(config.run_dir / "nowhere")]) == 2
+
+
+def test_accepted_lengths_by_hand() -> None:
+    samples = [Sample(Request((1,), 9), accepted=lengths) for lengths in ([0, 2, 1], [3, 0])]
+    found = study.accepted_lengths(samples, 3)
+    assert found["accepted"] == 6 / 5 and found["passes"] == 5
+    assert found["by_slot"] == [3 / 5, 2 / 3, 1 / 2]
