@@ -63,7 +63,7 @@ def test_command(command: str, overrides: list[str], workplace: Path, tmp_path: 
     if any(word.startswith("adapter=") for word in overrides):
         train(tmp_path, ["task=sft", "lora=all", "init_from=FOLDER", "data.paths=[chats.jsonl]"])
     shown = train(tmp_path, overrides, _processes(command))
-    if _task(overrides) in ("pretrain", "sft", "rl", "distill") and not any(w.startswith("--") for w in overrides):
+    if _task(overrides) in ("pretrain", "sft", "rl", "distill", "dspark") and not any(w.startswith("--") for w in overrides):
         assert "metrics:" in shown
 
 
@@ -99,7 +99,7 @@ def _sizes(overrides: list[str]) -> list[str]:
     if task in ("rl", "distill"):
         return [*extra, *[word for word in RL if task == "rl" or not word.startswith("rl.ahead")]]
     ranks = 2 if "parallel=ep2" in overrides else 1
-    extra += [f"task.global_batch_rows={2 * ranks}", "task.sample_tokens=4"]
+    extra += [f"task.global_batch_rows={2 * ranks}", f"task.sample_tokens={0 if task == 'dspark' else 4}"]
     if task == "sft":
         return [*extra, "task.seq_len=64", "data.validation_share=0.2"]
     if started:
