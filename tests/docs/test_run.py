@@ -63,7 +63,8 @@ def test_command(command: str, overrides: list[str], workplace: Path, tmp_path: 
     if any(word.startswith("adapter=") for word in overrides):
         train(tmp_path, ["task=sft", "lora=all", "init_from=FOLDER", "data.paths=[chats.jsonl]"])
     shown = train(tmp_path, overrides, _processes(command))
-    if _task(overrides) in ("pretrain", "sft", "rl", "distill", "dspark") and not any(w.startswith("--") for w in overrides):
+    trains = _task(overrides) in ("pretrain", "sft", "rl", "distill", "dspark")
+    if trains and not any(word.startswith("--") for word in overrides):
         assert "metrics:" in shown
 
 
