@@ -1,7 +1,7 @@
-"""Graded subgroups -> packed rows with what the objective needs, and the numbers of a step.
+"""Graded subgroups -> packed rows with the inputs of the objective, and the numbers of a step.
 
-All tensors of a batch lie as its labels do: the value of a token stands at the token. Labels are -100 at prompts, and
-at response tokens that are too stale to be trained on.
+All tensors of a batch are aligned with its labels: a token's value is at the token's position. Labels are -100 at
+prompts and at response tokens that are too stale to be trained on.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from train.rl.effort import LengthTerm, centre
 from train.rl.rollout.base import routing_of
 
 IGNORE = -100
-INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")  # those that `model.losses` takes
+INPUTS = ("input_ids", "labels", "seq_lens", "prompt_lens", "routing")  # the inputs of `model.losses`
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the batches: tokens in a row, rows in a forward pass; and what the model and the objective ask for."""
+    """Of the batches: tokens in a row, rows in a forward pass, and what the model and the objective require."""
 
     seq_len: int
     rows: int
     pad: int
     layers: int
     experts_per_token: int
-    staleness: int  # versions that a token may be older than the policy
+    staleness: int  # how many versions a token may be behind the policy
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The responses of a step in one order: rewards with the length term, advantages, and whether they teach."""
+    """The responses of a step in one order: rewards with the length term, advantages, and which are trained on."""
 
     responses: list[Response]
     tasks: Tensor  # int64 [N]
@@ -51,7 +51,7 @@ class Scored:
 
 
 def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
-    """Rewards with the length term, if there is one, centred in every subgroup."""
+    """Rewards with the length term (if there is one), mean-centred in every subgroup."""
     responses = [response for group in groups for response in group.responses]
     owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
     efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
@@ -66,7 +66,9 @@ def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequen
 
 
 def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
-    """(packed batches of the chosen responses, bool [N]; counts: tokens of all responses, stale tokens of these)."""
+    """(packed batches of the chosen responses, bool [N]; counts: tokens of all responses, and how many of the chosen
+    ones' tokens are stale).
+    """
     chosen = chosen.nonzero().flatten().tolist()
     pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in chosen]
     counts = {
@@ -85,12 +87,12 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
 
 
 def empty_batch(shape: Shape) -> Batch:
-    """A batch that teaches nothing, for a process that has fewer than others: two tokens of padding."""
+    """A batch without targets, for a process that has fewer batches than the others: two tokens of padding."""
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
 
 def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
-    """The tensors of a batch without any response."""
+    """The tensors of a batch without responses."""
     return {
         "input_ids": torch.full(places, shape.pad),
         "labels": torch.full(places, IGNORE),
@@ -111,12 +113,12 @@ def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batc
     piece["behaviour"][start:] = torch.tensor(sample.log_probs)
     piece["advantage"][start:] = advantage
     piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
-    piece["prompt_len"] = torch.tensor(start)  # stale tokens hide it from the labels
+    piece["prompt_len"] = torch.tensor(start)  # labels do not show it where the first tokens are stale
     return piece
 
 
 def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
-    """Rows [rows, seq_len] of pieces, which are numbered through as responses."""
+    """Rows [rows, seq_len] of pieces; their responses are numbered consecutively."""
     batch = _blank((len(lines), shape.seq_len), shape)
     lengths = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.int64)
     prompts, number = torch.zeros_like(lengths), 0

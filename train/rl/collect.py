@@ -1,8 +1,9 @@
-"""Collecting responses: which prompt starts when, what is graded when, and which subgroups a step trains on.
+"""Collecting responses: when each prompt starts, when responses are graded, and which subgroups a step trains on.
 
-Subgroup number n holds the responses to prompt n // efforts under effort n % efforts. A subgroup starts as soon as so
-many responses of any others are done that it fits: the bounds are the responses in flight, and those sent out but not
-yet trained on, so that none becomes much older than the policy. A step takes the first subgroups that are complete.
+Subgroup number n holds the responses to prompt n // efforts under effort n % efforts. A subgroup starts as soon as
+enough other responses have finished for it to fit within two limits: the responses being written, and those sent out
+but not yet trained on, so that none becomes much older than the policy. A step takes the first subgroups that are
+complete.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from train.rl.prompts import Prompts, messages_of
 from train.rl.rewards.pool import Outcome, Rewards
 from train.rl.rollout.base import Rollout, pack_sample, unpack_sample
 
-STOP_SECONDS = 0.2  # between two looks whether to stop, while rewards are awaited
+STOP_SECONDS = 0.2  # how often to check for a stop while waiting for rewards
 
 
 @dataclass
 class Response:
-    """A finished sample read as text: reasoning tokens (all, if `</think>` never came), and what its task gave it."""
+    """A finished sample as text: its reasoning tokens (all of them, if `</think>` never came), and what its task gave
+    it.
+    """
 
     sample: Sample
     length: int
@@ -46,7 +49,7 @@ class Subgroup:
     effort: int
     size: int
     samples: dict[int, Sample] = field(default_factory=dict)
-    responses: list[Response] = field(default_factory=list)  # once all samples are there and graded
+    responses: list[Response] = field(default_factory=list)  # once all samples are complete and graded
 
     @property
     def complete(self) -> bool:
@@ -55,11 +58,12 @@ class Subgroup:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What is asked, and the bounds of it. All counts are of this process.
+    """What is sampled, and its limits. All counts are per process.
 
-    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: of a
-    step. in_flight: responses at once at most. ahead: responses sent out but not trained on, as a share of a step's, at
-    most 1 + ahead; but as many subgroups as a step needs may always be begun, also where the largest were left over.
+    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: in a
+    step. in_flight: the most responses written at once. ahead: responses sent out but not yet trained on, at most (1 +
+    ahead) times a step's; but a step's worth of subgroups may always be started, even if those left over are the
+    largest.
     """
 
     efforts: tuple[int, ...]
@@ -82,25 +86,25 @@ class SamplingPlan:
 
 
 class Collector:
-    """Keeps a rollout busy and hands out graded subgroups. Deterministic over a rollout that is."""
+    """Keeps a rollout busy and returns graded subgroups. Deterministic if the rollout is."""
 
     def __init__(self, plan: SamplingPlan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
         self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards
         self.tokenizer = tokenizer
         self.eos, self.end_think = special_ids(tokenizer).eos, tokenizer.token_to_id("</think>")
-        self.next = 0  # subgroups of this process begun so far
-        self.open: dict[int, Subgroup] = {}  # being written, by number
-        self.ready: list[Subgroup] = []  # all samples there, in that order
+        self.next = 0  # number of subgroups that this process has started
+        self.open: dict[int, Subgroup] = {}  # being written, by subgroup number
+        self.ready: list[Subgroup] = []  # all samples complete, in order of completion
         self.owner: dict[int, tuple[int, int]] = {}  # sample id -> subgroup, member
-        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by subgroup: length, coming reward
+        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by subgroup: length, pending reward
 
     @property
     def outstanding(self) -> int:
-        """Responses sent out and not yet handed over."""
+        """Responses sent out and not yet returned by ``collect``."""
         return sum(group.size for group in (*self.open.values(), *self.ready))
 
     def collect(self, stop: Callable[[], bool] = lambda: False) -> list[Subgroup] | None:
-        """The graded subgroups of the next step; None as soon as ``stop`` says so."""
+        """The graded subgroups of the next step; None as soon as ``stop`` returns True."""
         while len(self.ready) < self.plan.subgroups:
             if stop():
                 return None
@@ -145,7 +149,9 @@ class Collector:
             self.next += 1
 
     def requests(self, group: Subgroup) -> list[Request]:
-        """One for each response. The draws depend on the subgroup's number and the member, not on who runs them."""
+        """One request for each response. The draws depend on the subgroup's number and the member only, not on which
+        process runs them.
+        """
         plan = self.plan
         prompt = encoded(group.record, group.effort, plan, self.tokenizer)
         stop = frozenset([self.eos])
@@ -171,7 +177,7 @@ class Collector:
         self._grades[group.number] = grades
 
     def read(self, sample: Sample) -> tuple[int, tuple[str, str] | None]:
-        """(reasoning tokens, (answer, reasoning)); no texts for a response that never came to its answer's end."""
+        """(reasoning tokens, (answer, reasoning)); the texts are None for a response whose answer was cut off."""
         tokens = sample.tokens
         if self.end_think not in tokens:
             return len(tokens) - (tokens[-1] == self.eos), None
@@ -183,7 +189,7 @@ class Collector:
         return length, (answer, reasoning)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that has begun, as tensors and plain containers; what was not graded yet is graded again."""
+        """Everything that has started, as tensors and plain containers; responses not yet graded are graded again."""
         return {
             "next": self.next,
             "open": [_packed(group) for group in self.open.values()],
@@ -193,7 +199,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``."""
+        """Continue from a ``state_dict``."""
         self.next = state["next"]
         self.open = {group.number: group for group in map(_unpacked, state["open"])}
         self.ready = [_unpacked(group) for group in state["ready"]]
@@ -204,19 +210,19 @@ class Collector:
 
 
 def encoded(record: dict[str, Any], effort: int, plan: SamplingPlan, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a record's prompt. Raises DataError for a malformed one, InputError for one that is too long."""
+    """The token ids of a record's prompt. Raises DataError if it is malformed, InputError if it is too long."""
     prompt = tuple(prompt_ids(tokenizer, messages_of(record), thinking=True, effort=effort))
     if plan.max_length - len(prompt) < plan.max_tokens:
         raise InputError(
-            f"rl.tasks: a prompt has {len(prompt)} tokens, its response up to rl.max_tokens = {plan.max_tokens}: "
-            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or leave it out: "
+            f"rl.tasks: a prompt has {len(prompt)} tokens and its response up to rl.max_tokens = {plan.max_tokens}: "
+            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or remove the prompt: "
             f"{str(record)[:200]}"
         )
     return prompt
 
 
 def draw_seed(*key: int) -> int:
-    """A seed of its own for every key."""
+    """A seed that differs for every key."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 

@@ -1,15 +1,16 @@
-"""What `make rl-demo` begins with: conversations that show how to reason, a tokenizer, and a model that knows nothing.
+"""The starting point of `make rl-demo`: conversations that show how to reason, a tokenizer, and an untrained model.
 
     python -m train.rl.demo FOLDER
 
-The task (``rewards/builtin.py``: ``highest``) is to name the highest of twelve digits. The conversations reason so:
+The task (``rewards/builtin.py``: ``highest``) is to name the highest of twelve digits. The reasoning in the
+conversations looks like this:
 
     052g:a3b3c4d4e4f9g9       effort 52; look as far as g; the highest digit up to a, up to b, ...
 
-and answer with the highest digit that was seen. How far to look is drawn at random and only leans towards the effort,
-which itself is drawn from 1 to 100, more often one of those with a name. An answer after two digits is usually wrong,
-one after all twelve is right. So the fine-tuned model has the habits, sloppy and careful, and a faint idea that a
-higher number means more. Which habit pays at which effort is left to reinforcement learning.
+and the answer is the highest digit seen. How far to look is mostly random and leans a little towards the effort, which
+is drawn from 1 to 100, with named efforts more likely. An answer after two digits is usually wrong; one after all
+twelve is right. So the fine-tuned model knows both the careless and the careful way and has a faint idea that a higher
+number means more. Which way pays off at which effort is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from train.config.schema import CONF_DIR
 from train.rl.rewards.builtin import highest
 
 CONVERSATIONS = 15_000
-LEANING = 0.7  # of the share of the digits looked at, between the lowest and the highest effort; the rest is chance
-NAMED = 0.3  # share of the conversations whose effort is one of those with a name; the others' is any number
+LEANING = 0.7  # how much the share of digits looked at depends on the effort; the rest is random
+NAMED = 0.3  # share of the conversations with a named effort; the others have any number
 
 
 def conversation(draw: random.Random) -> dict[str, Any]:
-    """A record of the task, reasoned about and answered."""
+    """A record of the task, with reasoning and answer."""
     record = highest(draw)
     effort = draw.choice(list(EFFORTS.values())) if draw.random() < NAMED else draw.randint(1, 100)
     items = [record["prompt"][at : at + 2] for at in range(0, len(record["prompt"]), 2)]
@@ -52,8 +53,8 @@ def conversation(draw: random.Random) -> dict[str, Any]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Bytes, and the words of the effort line as single tokens; digits stay single, so that every number is read by its
-    digits.
+    """Bytes, with the words of the effort line as single tokens; digits stay separate, so numbers are read digit by
+    digit.
     """
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
@@ -62,7 +63,7 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,  # more than the line gives merges for
+        vocab_size=512,  # more than the merges that the line gives
         special_tokens=list(CONTROL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -72,7 +73,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def prepare(folder: Path) -> None:
-    """Write ``chats.jsonl`` and ``base``, a checkpoint of fresh weights, unless they are there."""
+    """Write ``chats.jsonl`` and ``base``, a checkpoint of untrained weights, unless they exist."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = folder / "chats.jsonl"
     if not chats.exists():

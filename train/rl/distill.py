@@ -1,8 +1,8 @@
-"""``task=distill``: full-vocabulary distillation on what the policy itself writes, from a teacher for every task.
+"""``task=distill``: full-vocabulary distillation on the policy's own responses, with a teacher for every task.
 
-The policy answers the prompts of all tasks; each task's teacher reads what was written there; the step lessens
-KL(policy || teacher) over the whole vocabulary at every token of the responses. One teacher is in memory at a time:
-of what it has read, its last hidden states are kept, not its logits, and its head besides.
+The policy answers the prompts of all tasks, each task's teacher reads the responses, and the step reduces KL(policy ||
+teacher) over the whole vocabulary at every response token. Only one teacher is in memory at a time. Of the others, only
+the final hidden states and the head are kept, not the logits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 
 
 class DistillationObjective:
-    """KL(policy || teacher) in nats, summed over the supervised positions, and the same, detached, in ``sums``.
+    """KL(policy || teacher) in nats, summed over the supervised positions; a detached copy is added to ``sums``.
 
-    teacher_hidden [B, S, d']: what the teacher's head reads to predict the token at each place; teacher_head [V, d'].
+    teacher_hidden [B, S, d']: what the teacher's head reads to predict the token at each position; teacher_head [V,
+    d'].
     """
 
     NAMES = ("kl",)
@@ -41,10 +42,10 @@ class DistillationObjective:
 
 
 class Teachers:
-    """The teachers of a run's tasks. A task's number in ``rl.tasks`` finds its teacher.
+    """The teachers of a run's tasks, found by a task's number in ``rl.tasks``.
 
     Raises:
-        ConfigError: a teacher's tokenizer or vocabulary is another than the policy's.
+        ConfigError: a teacher's tokenizer or vocabulary differs from the policy's.
     """
 
     NAMES = DistillationObjective.NAMES
@@ -58,10 +59,10 @@ class Teachers:
         self.loaded: tuple[str, DeepseekV41] | None = None
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """All responses as packed batches, each of one teacher (``teacher``: its first task's number), with what the
-        teacher makes of them (``teacher_hidden``). Counts: see ``train.rl.batch.batches``.
+        """All responses as packed batches, each for one teacher (``teacher``: the number of its first task), with the
+        teacher's hidden states (``teacher_hidden``). Counts: see ``train.rl.batch.batches``.
 
-        The teacher that is in memory comes first, so that a single one is read once.
+        The teacher already in memory comes first, so a single teacher is loaded once.
         """
         order = sorted(set(self.names), key=lambda name: (self.loaded is None or name != self.loaded[0], name))
         made: list[Batch] = []
@@ -71,7 +72,7 @@ class Teachers:
             found, counted = batches(scored, torch.isin(scored.tasks, numbers), self.shape, version)
             counts.update(stale_tokens=counted["stale_tokens"])
             if self.run.world.any(bool(found)):
-                self.model(name)  # all processes read a checkpoint together
+                self.model(name)  # all processes must load a checkpoint together
             for batch in found:
                 batch["teacher"] = numbers[0]
                 batch["teacher_hidden"] = self.read(name, batch)
@@ -80,7 +81,7 @@ class Teachers:
 
     @torch.no_grad()
     def read(self, name: str, batch: Batch) -> Tensor:
-        """[B, S, d']: the hidden states from which a teacher predicts the taught tokens of a batch, on the CPU."""
+        """[B, S, d']: the hidden states from which a teacher predicts the supervised tokens of a batch, on the CPU."""
         model, kept = self.model(name), {}
 
         def keep(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
@@ -98,18 +99,18 @@ class Teachers:
         return kept["hidden"]
 
     def model(self, name: str) -> DeepseekV41:
-        """A teacher, in the place of the one before."""
+        """Load a teacher in place of the previous one."""
         if self.loaded is None or self.loaded[0] != name:
-            self.loaded = None  # first let go of it: two do not fit
+            self.loaded = None  # release the old one first: two do not fit
             self.loaded = name, _load(self.run, name)
         return self.loaded[1]
 
     def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
+        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             inputs = {key: batch[key] for key in INPUTS}
-            if "teacher" not in batch:  # filled up to as many as other processes have: it teaches nothing
+            if "teacher" not in batch:  # padding, so that all processes have equally many
                 return self.run.model.losses(**inputs, denominators=denominators)
             head = self.heads[self.names[int(batch["teacher"])]].to(self.run.device)
             objective = DistillationObjective(batch["teacher_hidden"], head)

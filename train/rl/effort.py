@@ -1,12 +1,12 @@
 """Reasoning effort in the reward: the length term and the subgroups (V4.1 report, arXiv 2609.19969, post-training).
 
-A response of ``len`` reasoning tokens under effort b is rewarded by its task's reward and by
+The reward of a response with ``len`` reasoning tokens under effort b is its task's reward plus
 
     r_len = -min(C_max, k(b) * len / L_norm),    k(b) = k0 * exp(-(b - b_min) / tau),    tau = lambda * mean spacing
 
-where b_min and the mean spacing are those of the efforts that are trained: the lower the effort, the more a token
-costs. Rewards are compared inside a subgroup only, the responses to one prompt under one effort, so that efforts never
-compete with each other.
+where b_min and the mean spacing are those of the efforts being trained: the lower the effort, the more a token costs.
+Rewards are compared only inside a subgroup, the responses to one prompt under one effort, so efforts never compete with
+each other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class LengthTerm:
-    """The constants of the length term; the report gives none, so the defaults in ``conf/`` are ours."""
+    """The constants of the length term. The report gives none; the defaults in ``conf/`` are ours."""
 
-    c_max: NonNegativeFloat  # C_max: a response never loses more than this
+    c_max: NonNegativeFloat  # C_max: the most that a response can lose
     k0: NonNegativeFloat  # price of l_norm tokens at the lowest effort; 0: length costs nothing
     l_norm: PositiveFloat  # L_norm, tokens
-    spread: PositiveFloat  # lambda: efforts, in mean spacings, over which the price falls by e
+    spread: PositiveFloat  # lambda: over how many mean spacings of effort the price falls by a factor of e
 
     def price(self, effort: Tensor, trained: Sequence[int]) -> Tensor:
-        """k(b) of efforts [N], given the efforts that are trained. A single one has no spacing: the price is k0."""
+        """k(b) of efforts [N], given the trained efforts. With a single trained effort there is no spacing; the price
+        is k0.
+        """
         lowest, spacing = min(trained), mean_spacing(trained)
         if not spacing:
             return torch.full_like(effort, self.k0, dtype=torch.float64)
@@ -45,10 +47,10 @@ class LengthTerm:
 
 
 def training_efforts(values: Sequence[int | str]) -> list[int]:
-    """The efforts of a configuration as numbers in 1..100, by name or number.
+    """Efforts from a configuration (names or numbers) as numbers in 1..100.
 
     Raises:
-        ValueError: one is no effort, none is given, or two are equal.
+        ValueError: one is not an effort, there is none, or two are equal.
     """
     efforts = [effort_budget(value) for value in values]
     if not efforts or len(set(efforts)) < len(efforts):
@@ -57,15 +59,15 @@ def training_efforts(values: Sequence[int | str]) -> list[int]:
 
 
 def mean_spacing(efforts: Sequence[int]) -> float:
-    """Mean distance of neighbouring efforts; 0 for a single one."""
+    """Mean distance between neighbouring efforts; 0 for a single one."""
     return (max(efforts) - min(efforts)) / max(len(efforts) - 1, 1)
 
 
 def centre(rewards: Tensor, subgroup: Tensor) -> tuple[Tensor, Tensor]:
     """(advantages fp64 [N], informative bool [N]) of rewards [N] in the subgroups int64 [N].
 
-    An advantage is the reward minus the mean of its subgroup, not divided by a deviation. A subgroup of equal rewards
-    teaches nothing and is not informative.
+    An advantage is the reward minus the mean of its subgroup, not divided by the standard deviation. A subgroup of
+    equal rewards gives no gradient and is not informative.
     """
     same_vector(rewards=rewards, subgroup=subgroup)
     _, member, count = subgroup.unique(return_inverse=True, return_counts=True)
@@ -78,8 +80,8 @@ def centre(rewards: Tensor, subgroup: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_vector(**tensors: Tensor) -> None:
-    """Raise ValueError unless all are of one shape [N]: (N,) against (N, N) or (N, 1) would broadcast in silence."""
+    """Raise ValueError unless all have one shape [N]: (N,) with (N, N) or (N, 1) would broadcast silently."""
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     first = next(iter(tensors.values()))
     if first.dim() != 1 or any(tensor.shape != first.shape for tensor in tensors.values()):
-        raise ValueError(f"one value for each response is needed, all of one shape [N], got {shapes}")
+        raise ValueError(f"each needs one value per response, all of one shape [N], got {shapes}")

@@ -1,8 +1,9 @@
-"""The policy-gradient objective of one batch, as ``model.losses`` takes it.
+"""The policy-gradient objective of one batch, in the form that ``model.losses`` takes.
 
 For a token with ratio r = pi / pi_behaviour and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A), summed
-over tokens and divided by the step's tokens, plus, if wanted, a KL divergence to the reference policy. The tokens of an
-off-policy sequence (see ``drifted``) have no part in the former; they count in the divisor and in the divergence.
+over tokens and divided by the step's tokens; optionally plus a KL divergence to the reference policy. The tokens of a
+masked off-policy response (see ``drifted``) do not enter the first term; they do count in the divisor and in the
+divergence.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class PolicyLoss:
-    """How far a step may carry the policy away from the one that wrote the responses, and from the reference."""
+    """How far a step may move the policy from the one that wrote the responses, and from the reference."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)]
     clip_high: PositiveFloat
-    drift: PositiveFloat | None  # nats per token: a bad response further off-policy than this is masked
-    kl: NonNegativeFloat  # weight of the divergence from the policy the run began with; 0: none is kept
+    drift: PositiveFloat | None  # nats per token: bad responses that are further off-policy are masked
+    kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
 
 
 class PolicyObjective:
-    """The objective of one micro-batch, and what it met, added to ``sums`` (detached, fp64).
+    """The objective of one micro-batch; its statistics are added to ``sums`` (detached, fp64).
 
-    Tensors [B, S] that lie as the labels do: ``behaviour`` fp32 (log-probability under the policy that drew the token),
+    Tensors [B, S], aligned with the labels: ``behaviour`` fp32 (log-probability under the policy that drew the token),
     ``advantage`` fp32, ``response`` int64 (which response a token belongs to, counted from 0) and, with ``loss.kl``,
-    ``reference`` fp32 (log-probability under the reference policy). ``temperature``: that of the sampling.
+    ``reference`` fp32 (log-probability under the reference policy). ``temperature``: the one used in sampling.
     """
 
     NAMES = ("ratio", "clipped", "masked", "kl", "entropy", "drift")
@@ -86,18 +87,18 @@ def clipped_loss(ratio: Tensor, advantage: Tensor, low: float, high: float) -> t
 
 
 def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
-    """KL(policy || reference) of tokens drawn by the behaviour policy, [R]: the estimator q/p - log(q/p) - 1, which is
-    never negative, weighed by the importance ratio, so that value and gradient are unbiased although another policy
-    drew the tokens.
+    """KL(policy || reference) of tokens drawn by the behaviour policy, [R]: the estimator q/p - log(q/p) - 1 (k3),
+    which is never negative, weighted by the importance ratio, so that value and gradient are unbiased although another
+    policy drew the tokens.
     """
     log_quotient = reference - log_probs
     return ratio * (log_quotient.exp() - log_quotient - 1)
 
 
 def drifted(log_ratio: Tensor, advantage: Tensor, response: Tensor, limit: float) -> Tensor:
-    """bool [R]: the token belongs to a response of negative advantage that the policy has moved away from: the mean of
-    log(behaviour / policy) over its tokens is above ``limit``. What the policy would no longer write teaches it little,
-    and pushing it away further makes training unstable; good responses are kept.
+    """bool [R]: the token belongs to a response with a negative advantage that has become off-policy, that is, the mean
+    of log(behaviour / policy) over its tokens is above ``limit``. There is little to learn from what the policy would
+    no longer write, and pushing it away further makes training unstable; good responses are kept.
     """
     count = int(response.max()) + 1 if response.numel() else 0
     zeros = log_ratio.new_zeros(count)

@@ -1,4 +1,4 @@
-"""``task=rl``: the policy gradient on what was answered, from rewards that differ inside their subgroup."""
+"""``task=rl``: the policy gradient on graded responses whose rewards differ inside their subgroup."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from train.rl.loss import PolicyObjective
 
 
 class PolicyGradient:
-    """What of a step's responses is trained on, and by which losses.
+    """Which of a step's responses are trained on, and by which losses.
 
-    reference: the policy that the run began with, if ``rl.loss.kl`` asks for it.
+    reference: the initial policy, if ``rl.loss.kl`` needs it.
     """
 
     NAMES = PolicyObjective.NAMES
@@ -26,14 +26,14 @@ class PolicyGradient:
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """The informative responses as packed batches. Counts: see ``train.rl.batch.batches``, and the subgroups that
-        were skipped.
+        """The informative responses as packed batches. Counts: those of ``train.rl.batch.batches``, and the subgroups
+        skipped.
         """
         made, counts = batches(scored, scored.informative, self.shape, version)
         return made, {**counts, "skipped": scored.skipped}
 
     def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch for ``train_step``; what its objective met is added to ``met``."""
+        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
         settings = self.run.config.rl
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
@@ -51,7 +51,7 @@ class PolicyGradient:
 
 @torch.no_grad()
 def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay: bool = False) -> Tensor:
-    """fp32 [B, S]: log-probability of every taught token under ``model``; ``replay``: through the recorded experts."""
+    """fp32 [B, S]: log-probability of every supervised token under ``model``; ``replay``: with the recorded experts."""
     inputs = {name: batch[name] for name in INPUTS if replay or name != "routing"}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
 

@@ -21,22 +21,22 @@ NEEDED = "a record needs `prompt` (text) or `messages` (a list)"
 
 
 class Prompts:
-    """Prompt number n is a pure function of the seed: a task drawn by lot, and its next record.
+    """Prompt number n is a pure function of the seed: a randomly drawn task, and its next record.
 
-    ``sources``: of each task a JSONL file of records, or the name of a function that draws one (see
-    ``rewards/builtin.py``). A file is gone through in a new order every epoch (of several tasks, by those of its
-    records whose numbers fall to it). ``check`` is shown every record, and raises for one that cannot be asked.
+    ``sources``: for each task, a JSONL file of records or the name of a function that draws one (see
+    ``rewards/builtin.py``). A file is read in a new order every epoch (with several tasks, as far as the prompt numbers
+    fall to it). ``check`` is called with every record and raises for one that cannot be used.
 
     Raises:
-        DataError, InputError: a record is none, or ``check`` refuses it; a function cannot be loaded, or draws from
-            something else than the generator that it is given. Of a function only the first record is looked at here,
-            the others as they are drawn.
+        DataError, InputError: a record is malformed, or ``check`` refuses it; a function cannot be loaded, or uses
+            other randomness than the generator it is given. Only the first record of a function is checked here, the
+            others as they are drawn.
     """
 
     def __init__(self, sources: list[str], seed: int | str, check: Check = lambda record: None):
         self.seed = seed
         self.sources = [_open(source, check) for source in sources]
-        self._order: tuple[int, int, list[int]] = -1, -1, []  # of the file and epoch last asked for
+        self._order: tuple[int, int, list[int]] = -1, -1, []  # of the file and epoch used last
         for source in self.sources:
             if isinstance(source, _Function):
                 source.check_repeats(self._draw(0))
@@ -60,7 +60,7 @@ class Prompts:
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conversation of a record: its ``messages``, or its ``prompt`` as what a user says."""
+    """The conversation of a record: its ``messages``, or its ``prompt`` as a user message."""
     if record.get("messages") is not None:
         return record["messages"]
     return [{"role": "user", "content": record["prompt"]}]
@@ -83,7 +83,7 @@ class _Function:
     check: Check
 
     def record(self, seed: str) -> dict[str, Any]:
-        """The record of a generator of this seed, as reading it from a file would give it."""
+        """The record that a generator with this seed gives, as if it had been read from a file."""
         with _of_user(self.name, "gave no JSON record"):
             record = _plain(self.draw(random.Random(seed)))
         if not _has_prompt(record):
@@ -93,17 +93,17 @@ class _Function:
         return record
 
     def check_repeats(self, seed: str) -> None:
-        """Raise InputError if the same seed gives another record: a run could be neither repeated nor continued."""
+        """Raise InputError if the same seed gives another record: the run could be neither repeated nor resumed."""
         if (first := self.record(seed)) != (second := self.record(seed)):
             raise InputError(
                 f"rl.tasks: prompts {self.name!r} drew {first!r:.100}, then {second!r:.100}, from a generator in the "
-                "same state. It must draw from the generator that it is given, and from nothing else"
+                "same state. It must take all randomness from the generator that it is given"
             )
 
 
 @contextmanager
 def _of_user(name: str, what: str) -> Iterator[None]:
-    """Around a user's code, which may raise anything."""
+    """Wraps a user's code, which may raise anything."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -112,7 +112,7 @@ def _of_user(name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _located(where: str) -> Iterator[None]:
-    """Around a check of a record that does not know where it comes from."""
+    """Adds the place to the errors of a check that does not know where its record comes from."""
     try:
         yield
     except DataError as error:
@@ -130,7 +130,7 @@ def _has_prompt(record: Any) -> bool:
 
 
 def _plain(record: Any) -> Any:
-    """The record as reading it from a file would give it. Raises TypeError naming what a file could not hold."""
+    """The record as reading it from a file would give it. Raises TypeError naming what JSON cannot hold."""
     for key, value in record.items() if isinstance(record, dict) else ():
         try:
             json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning prints, records and draws."""
+"""What an RL run prints, records and plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEASURES = ("reward", "accuracy", "length")
 
 
 class RlReporter(Reporter):
-    """A ``Reporter`` whose steps have rewards instead of targets; it draws ``rl.png``."""
+    """A ``Reporter`` for steps with rewards; it draws ``rl.png``."""
 
     picture = "rl.png"
 
@@ -38,7 +38,7 @@ class RlReporter(Reporter):
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """One greppable line of ``key=value`` pairs; length by effort."""
+    """One greppable line of ``key=value`` pairs, with length by effort."""
     parts = [
         f"step={record['step']}",
         f"reward={record['reward']:.3f}",
@@ -60,14 +60,14 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """The same of an evaluation, every measure by effort."""
+    """The same for an evaluation, with every measure by effort."""
     shares = [f"{name}={_by_effort(record, name, '.1f' if name == 'length' else '.3f')}" for name in MEASURES]
     failures = [f"reward_{name}={count}" for name, count in sorted(record["failures"].items())]
     return " ".join([f"step={record['step']}", "held out:", *shares, *failures, f"seconds={record['seconds']:.1f}"])
 
 
 def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Every effort on the held-out prompts, before and after, as a Markdown table."""
+    """Results by effort on the held-out prompts, before and after training, as a Markdown table."""
     head = ["effort", *(f"{name} {when}" for name in MEASURES for when in ("before", "after"))]
     rows = []
     for effort in sorted(last["efforts"], key=int):

@@ -1,7 +1,7 @@
-"""Prompts and rewards that come with the trainer, with the standard library only: reward processes import this file.
+"""Built-in prompts and rewards. Standard library only, because reward processes import this file.
 
 A task is a source of records and a reward function. A record is a JSON object with `prompt` (what the user says) and
-whatever its reward function reads. A source is a JSONL file of records, or a function like those here, which draws one
+whatever its reward function reads. A source is a JSONL file of records, or a function like those here that draws one
 from a random generator.
 """
 
@@ -15,7 +15,7 @@ LEVELS = 5
 
 
 def arithmetic(draw: random.Random) -> dict[str, Any]:
-    """A calculation of whole numbers, of level 1 (a sum of two digits) to 5 (three terms, with a product)."""
+    """An integer calculation of level 1 (a sum of two digits) to 5 (three terms, with a product)."""
     level = draw.randint(1, LEVELS)
     if level == 1:
         text = f"{draw.randint(0, 9)} + {draw.randint(0, 9)}"
@@ -31,10 +31,11 @@ def arithmetic(draw: random.Random) -> dict[str, Any]:
 
 
 def highest(draw: random.Random) -> dict[str, Any]:
-    """The highest of twelve digits, each behind a small letter that tells its place; capitals do not count: a3X9b0c4...
+    """The highest of twelve digits, each after a lowercase letter that gives its place; capitals do not count:
+    a3X9b0c4...
 
-    The digits go up to a bound of 2 to 9 that is not told, so that only looking at them helps: at more of them it is
-    more often right, and the more of them the less a further one adds.
+    The digits go up to a hidden bound between 2 and 9, so the only way to know is to look: the more digits are looked
+    at, the more often the answer is right, with diminishing returns.
     """
     bound = draw.randint(2, 9)
     digits = [draw.randint(0, bound) for _ in range(12)]
@@ -53,12 +54,12 @@ def letters(draw: random.Random) -> dict[str, Any]:
 
 
 def exact(record: dict[str, Any], answer: str, reasoning: str) -> float:
-    """1 for the record's `solution` and nothing else around it but white space."""
+    """1 if the answer is the record's `solution`, ignoring surrounding white space."""
     return float(answer.strip() == str(record["solution"]))
 
 
 def _value(text: str) -> int:
-    """Terms joined by + and -, each a number or a product of two."""
+    """The value of terms joined by + and -, each a number or a product of two."""
     tokens = text.split()
     total, sign, at = 0, 1, 0
     while at < len(tokens):

@@ -1,7 +1,7 @@
-"""Reward functions, run in processes of their own with a time limit: what hangs or crashes costs one reward.
+"""Reward functions, run in separate processes with a time limit: a hang or a crash costs one reward.
 
 A reward function is plain Python, ``reward(record, answer, reasoning) -> float``: ``record`` is the prompt's record,
-``answer`` the text behind ``</think>`` without the end of sequence, ``reasoning`` the text before it. It is named as
+``answer`` the text after ``</think>`` without the end of sequence, ``reasoning`` the text before it. It is named as
 ``package.module:function`` or ``path/to/file.py:function``.
 """
 
@@ -30,7 +30,7 @@ START_SECONDS = 120.0  # for the imports of a reward module
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward, and why it is 0 if the function gave none: time, crash, or error (with what it raised)."""
+    """A reward, and why it is 0 if the function gave none: time, crash, or error (with the exception)."""
 
     reward: float
     failure: str | None = None
@@ -38,11 +38,11 @@ class Outcome:
 
 
 class Rewards:
-    """A pool of worker processes that live as long as it does; one that hangs or crashes is replaced.
+    """A pool of worker processes; one that hangs or crashes is replaced.
 
     Args:
         functions: names, see the module's description.
-        seconds: of one call.
+        seconds: time limit of one call.
 
     Raises:
         InputError: a function cannot be loaded.
@@ -65,16 +65,16 @@ class Rewards:
             raise
 
     def submit(self, function: int, record: dict[str, Any], answer: str, reasoning: str) -> Future[Outcome]:
-        """The coming reward of a response by the function of this number."""
+        """A future for the reward of a response, given by the function of this number."""
         request = {"function": function, "record": record, "answer": answer, "reasoning": reasoning}
         return self._threads.submit(self._call, request)
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, even in the middle of a call."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:  # a thread may just have started one in the place of another
+        for worker in self._workers:  # a thread may just have replaced one
             worker.close()
 
     def _call(self, request: dict[str, Any]) -> Outcome:
@@ -104,7 +104,7 @@ class _Worker:
     def call(self, request: dict[str, Any], seconds: float) -> Outcome:
         try:
             self.wait_ready()
-        except InputError as error:  # it loaded once, so this is what a crash left behind, not a wrong name
+        except InputError as error:  # it loaded before, so a crash is the cause, not a wrong name
             self._replace()
             return Outcome(0.0, "crash", str(error))
         self._write(request)
@@ -136,11 +136,11 @@ class _Worker:
         self._write({"path": [entry or os.getcwd() for entry in sys.path], "functions": self.functions})
 
     def _end(self) -> None:
-        if self.process.returncode is not None:  # its id may be another's by now
+        if self.process.returncode is not None:  # its id may belong to another process by now
             return
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self.process.pid).children(recursive=True)  # some may have left the process group
+            started = psutil.Process(self.process.pid).children(recursive=True)  # may have left the group
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -149,7 +149,7 @@ class _Worker:
         self.process.wait()
 
     def _write(self, message: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError):  # the process is gone, which reading finds out
+        with suppress(BrokenPipeError):  # the process is gone; reading will notice
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 

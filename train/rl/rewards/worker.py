@@ -1,10 +1,10 @@
-"""The process that calls reward functions: started by ``pool.py`` as a file, with the standard library.
+"""The process that calls reward functions: ``pool.py`` starts this file, which needs only the standard library.
 
 One JSON line in, one out. Line 1: {"path": [...], "functions": ["module:function", ...]}, answered by {"ready": true}
-or {"error": "..."}. Then {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}, answered by
-{"reward": 1.0} or {"error": "..."}. What a function prints goes to the standard error stream.
+or {"error": "..."}. Then {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}, answered by {"reward":
+1.0} or {"error": "..."}. What a function prints goes to the standard error stream.
 
-It is two processes: the one that was started only watches whether the trainer lives, its child calls the functions.
+These are two processes: the first only watches whether the trainer is alive, its child calls the functions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def main() -> None:
 
 
 def watch(trainer: int, child: int) -> None:
-    """Stay as long as the child does. Should the trainer be killed, which then can end nothing itself, kill the process
-    group: the child may hang, and with it what it has started.
+    """Wait for the child to end. If the trainer is killed, and so cannot clean up itself, kill the process group,
+    because the child, or what it has started, may hang.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0), os.dup2(null, 1)  # of the child alone, so that its end shows
+    os.dup2(null, 0), os.dup2(null, 1)  # only the child keeps them, so that its end is noticed
     while not os.waitpid(child, os.WNOHANG)[0]:
         if os.getppid() != trainer:
             os.killpg(0, signal.SIGKILL)
@@ -54,7 +54,7 @@ def serve() -> None:
 
     def answer(**fields: Any) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a copy that a function has forked and let return: its answer would be the next request's
+            os._exit(0)  # a fork that a function let return: its answer would be taken for the next request's
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
@@ -65,7 +65,7 @@ def serve() -> None:
         try:
             functions.append(load(name))
             check_arguments(functions[-1])
-        except BaseException as error:  # of the user's module: anything
+        except BaseException as error:  # a user's module can raise anything
             answer(error=f"{name}: {type(error).__name__}: {error}")
             return
     answer(ready=True)
@@ -80,14 +80,14 @@ def serve() -> None:
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function of "package.module:function" or "path/to/file.py:function"."""
+    """The function named "package.module:function" or "path/to/file.py:function"."""
     place, _, attribute = name.rpartition(":")
     if not place:
         raise ValueError(f"{name!r} must look like package.module:function or path/to/file.py:function")
     if place.endswith(".py"):
         place = os.path.expanduser(place)
         spec = importlib.util.spec_from_file_location(place, place)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
@@ -98,10 +98,10 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def check_arguments(function: Callable[..., Any]) -> None:
-    """Raise TypeError for a reward function that cannot be called as it will be."""
+    """Raise TypeError if a reward function does not take the arguments it will be called with."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions that are written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind({}, "", "")
