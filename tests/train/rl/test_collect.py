@@ -57,7 +57,7 @@ class Timed:
 
     def sample(self, number: int) -> Sample:
         tokens = [50] * self.duration(number) + [self.ids[0], 60, self.ids[1]]
-        return Sample(self.requests[number], number, tokens, [0.0] * len(tokens), None, [0] * len(tokens), "stop")
+        return Sample(self.requests[number], number, tokens, [0.0] * len(tokens), None, [0] * len(tokens), finish="stop")
 
 
 class Graded:
@@ -185,7 +185,7 @@ def response(tokenizer: Tokenizer, text: list, finish: str) -> Sample:
     tokens: list[int] = []
     for part in text:
         tokens += [tokenizer.token_to_id(part[0])] if isinstance(part, tuple) else tokenizer.encode(part).ids
-    return Sample(Request((1,), 99), 0, tokens, [], None, [], finish)
+    return Sample(Request((1,), 99), 0, tokens, [], None, [], finish=finish)
 
 
 def test_reading_a_response(make, tokenizer: Tokenizer) -> None:
