@@ -215,7 +215,7 @@ def encoded(record: dict[str, Any], effort: int, plan: SamplingPlan, tokenizer: 
     if plan.max_length - len(prompt) < plan.max_tokens:
         raise InputError(
             f"rl.tasks: a prompt has {len(prompt)} tokens and its response up to rl.max_tokens = {plan.max_tokens}: "
-            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or remove the prompt: "
+            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or remove it: "
             f"{str(record)[:200]}"
         )
     return prompt

@@ -57,7 +57,8 @@ class Timed:
 
     def sample(self, number: int) -> Sample:
         tokens = [50] * self.duration(number) + [self.ids[0], 60, self.ids[1]]
-        return Sample(self.requests[number], number, tokens, [0.0] * len(tokens), None, [0] * len(tokens), finish="stop")
+        request, count = self.requests[number], len(tokens)
+        return Sample(request, number, tokens, [0.0] * count, None, [0] * count, finish="stop")
 
 
 class Graded:
@@ -201,7 +202,7 @@ def test_reading_a_response(make, tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_longer_than_its_row_is_named(make) -> None:
-    with pytest.raises(InputError, match=r"a prompt has \d+ tokens, its response up to rl.max_tokens = 8"):
+    with pytest.raises(InputError, match=r"a prompt has \d+ tokens and its response up to rl.max_tokens = 8"):
         make(replace(PLAN, max_length=20), lambda n: 1).collect()
 
 
