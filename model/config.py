@@ -254,6 +254,8 @@ class ForwardOptions:
         generation saves the rest, training hides from a document's tokens what they would then not see (its prompt
         ends before its first supervised token).
     recompute: activation checkpointing of every block.
+    frozen: weights of a quantised checkpoint that are not trained (below an adapter or a drafter, of a teacher) stay
+        "packed" as they are stored, or are kept as "values"; the results are the same.
     train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
     probe: also compute the attention mass over all visible entries (quadratic; see `model.indexer_recall`).
     """
@@ -263,12 +265,15 @@ class ForwardOptions:
     candidate_pool: bool = True
     decoder_replay: bool = False
     recompute: bool = False
+    frozen: Literal["packed", "values"] = "packed"
     train_indexer: bool = True
     probe: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ("sparse", "dense"):
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
+        if self.frozen not in ("packed", "values"):
+            raise ValueError(f"runtime.frozen: {self.frozen!r} is unknown, allowed are 'packed' and 'values'")
 
 
 @dataclass(frozen=True)

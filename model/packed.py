@@ -204,6 +204,11 @@ def held_bytes(tensor: Tensor) -> int:
     return tensor.packed_bytes if isinstance(tensor, PackedWeight) else tensor.numel() * tensor.element_size()
 
 
+def holds_packed(model: nn.Module) -> bool:
+    """Whether some weights of the model are kept packed."""
+    return any(isinstance(parameter, PackedWeight) for parameter in model.parameters())
+
+
 def packed_grouped_linear(rows: Tensor, weight: PackedWeight, ends: Tensor) -> Tensor:
     """`model.moe.grouped_linear` with a packed stack: an expert's matrix is unpacked for its own rows alone."""
     return _GroupedLinear.apply(rows, weight, ends)

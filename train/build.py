@@ -15,13 +15,15 @@ from tokenizers import Tokenizer
 
 from data import build_loaders, load_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
+from model.build import allocate_model
 from model.checkpoint.names import check_packable
 from model.engram import build_token_map
+from model.packed import held_bytes
 from model.parallel.ranks import RankGroup
 from optim import Optimizer, ParameterPlacement, assign
 from train.checkpoint import run_state
 from train.checkpoint.background import Background
-from train.checkpoint.init_from import holds_drafter, load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained, frozen_packing, holds_drafter, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config, ConfigError, problem
 from train.distributed.engine import Engine
@@ -91,7 +93,7 @@ class Run:
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = {"weights": parameters, "gradients": trained}
-        sizes = {name: sum(p.numel() * p.element_size() for p in some) for name, some in held.items()}
+        sizes = {name: sum(map(held_bytes, some)) for name, some in held.items()}
         return sizes | {"optimizer state": self.optimizer.state_bytes()}
 
     @property
@@ -129,15 +131,7 @@ def build(config: Config, world: World | None = None) -> Run:
     if config.init_from is not None and token_map is not None:
         check_engram(config.init_from, given, model_config)
     train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
-    model = build_model(
-        model_config,
-        runtime=config.runtime,
-        token_map=token_map,
-        seed=config.seed,
-        device=world.device,
-        parallel=world.parallel,
-        loss_weights=config.loss,
-    )
+    model = make_model(config, model_config, token_map, world)
     if config.checkpoint.export == "released":
         check_packable(model)
     if config.lora.on:
@@ -150,6 +144,30 @@ def build(config: Config, world: World | None = None) -> Run:
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
+
+
+def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:
+    """The model with fresh weights; of one that stays frozen below an adapter or a drafter only the room for them."""
+    if not (config.lora.on or config.dspark is not None):
+        return build_model(
+            model_config,
+            runtime=config.runtime,
+            token_map=token_map,
+            seed=config.seed,
+            device=world.device,
+            parallel=world.parallel,
+            loss_weights=config.loss,
+        )
+    return allocate_model(
+        model_config,
+        config.runtime,
+        token_map,
+        world.device,
+        torch.float32,
+        world.parallel,
+        config.loss,
+        packing_of=frozen_packing(find_pretrained(config.init_from), config.runtime.frozen),
+    )
 
 
 class NoLoader:

@@ -14,17 +14,20 @@ from pathlib import Path
 import yaml
 
 from data.tokenizer_files import tokenizer_files
-from model import save_pretrained
+from model import convert_checkpoint, save_pretrained
+from model.packed import holds_packed
+from model.parallel.collective_errors import all_or_none
 from optim import format_table
 from train.build import Run, whole_size
 from train.checkpoint import run_state, storage
-from train.checkpoint.init_from import load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config, ConfigError, check_resumable, to_dict
 from train.distributed.launch import launch
 from train.distributed.world import World
 from train.errors import Interrupted, NonFiniteError
 from train.logging.log import Reporter, Silent
+from train.lora.peft_format import read_changes
 
 
 @contextmanager
@@ -145,26 +148,43 @@ def report_files(run: Run, report: Reporter) -> None:
     if run.config.lora.on:
         report.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
-        files = tokenizer_files(run.config.data, run.tokenizer)
-        save_pretrained(
-            run.backbone,
-            directory / "export",
-            run.tokenizer,
-            format=run.config.checkpoint.export,
-            companions=files,
-            ranks=storage.ranks(),
-            drafter=run.model if run.config.dspark is not None else None,
-        )
+        export(run, directory / "export")
         report.log(f"export:     {directory / 'export'}")
     report.log(f"plot:       {report.plot()}")
     report.log(f"metrics:    {directory / 'metrics.jsonl'}")
 
 
+def export(run: Run, folder: Path) -> None:
+    """Write the complete run's model as a checkpoint folder, all ranks together.
+
+    An adapter on packed weights is merged as the files of its base are rewritten, a few rows at a time: the merged
+    weights never lie in memory.
+    """
+    config = run.config
+    if config.lora.on and holds_packed(run.model):
+        with all_or_none(storage.ranks()):
+            if run.world.first:
+                changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
+                base = find_pretrained(config.init_from).folder
+                convert_checkpoint(base, folder, config.checkpoint.export, changes=changes, replace=True)
+        return
+    save_pretrained(
+        run.backbone,
+        folder,
+        run.tokenizer,
+        format=config.checkpoint.export,
+        companions=tokenizer_files(config.data, run.tokenizer),
+        ranks=storage.ranks(),
+        drafter=run.model if config.dspark is not None else None,
+    )
+
+
 def keep_adapter(run: Run) -> Path:
-    """Write the adapter, and merge it into the weights. Returns its folder."""
+    """Write the adapter, and merge it into the weights unless they are packed. Returns its folder."""
     from train.lora import inject
 
     folder, config = run.config.run_dir / "adapter", run.config
     inject.save_adapter(run.model, folder, config.init_from, biases=config.optim.router_bias_mode != "off")
-    inject.merge(run.model)
+    if not holds_packed(run.model):
+        inject.merge(run.model)
     return folder

@@ -29,21 +29,23 @@ class Change(NamedTuple):
 def convert_checkpoint(
     src: str | Path,
     dst: str | Path,
-    format: Literal["bf16", "released"],
+    format: Literal["bf16", "plain", "released"],
     shard_bytes: int = SHARD_BYTES,
     changes: Mapping[str, Change] | None = None,
+    replace: bool = False,
 ) -> int:
     """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
 
     "bf16" unpacks the weights of a quantised folder (the rest stays as stored), and casts the matrices of a plain one.
+    "plain" gives fp32 matrices.
     "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's files.
-    `changes`: by tensor name. Raises what `load_pretrained` raises; ValueError if `dst` exists, or for a change of a
-    tensor that is not there or has another shape.
+    `changes`: by tensor name. Raises what `load_pretrained` raises; ValueError if `dst` exists (unless `replace`), or
+    for a change of a tensor that is not there or has another shape.
     """
     src, dst = Path(src), Path(dst)
-    if format not in ("bf16", "released"):
-        raise ValueError(f"format: {format!r} is unknown, allowed are 'bf16' and 'released'")
-    if dst.exists():
+    if format not in ("bf16", "plain", "released"):
+        raise ValueError(f"format: {format!r} is unknown, allowed are 'bf16', 'plain' and 'released'")
+    if dst.exists() and not replace:
         raise ValueError(f"{dst} exists already; name a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
@@ -52,6 +54,7 @@ def convert_checkpoint(
             sources = _changed(sources, changes)
         kept = {source.name for source in sources if source.kept is not None}
         dtype = torch.bfloat16 if format == "bf16" and not is_quantised(config.to_dict()) else None
+        dtype = torch.float32 if format == "plain" else dtype
         layout = "released" if format == "released" else "plain"
         total = write_checkpoint(work, sources, kept, config, layout, dtype, shard_bytes)
         for name in COMPANIONS:

@@ -7,7 +7,7 @@ quantised or not; a run's ``export`` is one), a run directory, or one of its che
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ import torch
 import yaml
 
 from model import ModelConfig, load_weights, open_folder
-from model.checkpoint.released import TensorSource, read_headers
+from model.checkpoint.load import never_packed, parameter_packing
+from model.checkpoint.released import TensorSource, is_quantised, read_headers
+from model.quantize import Packing
 from train.checkpoint import run_state
 
 
@@ -74,6 +76,14 @@ def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     return folder
+
+
+def frozen_packing(origin: Pretrained, frozen: str) -> Callable[[str], Packing | None]:
+    """How the checkpoint's weights are kept where they are frozen: packed if ``frozen`` (``runtime.frozen``) says so
+    and they are stored quantised.
+    """
+    packed = frozen == "packed" and _is_released(origin.folder) and is_quantised(origin.model)
+    return parameter_packing if packed else never_packed
 
 
 def holds_drafter(folder: Path) -> bool:

@@ -577,6 +577,7 @@ CHANGEABLE = (
     "parallel.shard_embeddings",
     "parallel.gpu_memory_gib",
     "runtime.recompute",
+    "runtime.frozen",
     "optim.schedule.",
     "optim.settings.",
     "optim.clip",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from model.packed import packed_weights_aside
 from model.parallel.ranks import RankGroup
 from train.distributed.world import ProcessInfo, World
 
@@ -102,18 +103,16 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     split = [parameter for parameter in model.parameters() if hasattr(parameter, "shard")]
     for parameter in split:
         parameter.allreduce, parameter.group_name = False, group_name(parameter.shard.ranks.size)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": 1,  # the loaders know better; the engine only counts with it
-            "gradient_accumulation_steps": 1,
-            "gradient_allreduce_op": "sum",
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 0},
-            "steps_per_print": 2**62,
-        },
-    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # the loaders know better; the engine only counts with it
+        "gradient_accumulation_steps": 1,
+        "gradient_allreduce_op": "sum",
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 2**62,
+    }
+    with packed_weights_aside(model):  # the engine broadcasts every parameter; these come from the same files anyway
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # Set by the presence of DeepSpeed's own MoE layer only; without it the engine fails on a split parameter.
     engine.has_moe_layers = bool(split)
     engine.enable_backward_allreduce = False  # `Engine.reduce` does it, once a step

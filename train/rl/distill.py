@@ -17,7 +17,7 @@ from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
 from model.build import allocate_model
 from model.engram import build_token_map
 from train.build import Run
-from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
 from train.config.schema import ConfigError, problem
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 
@@ -133,9 +133,11 @@ def _check_vocabulary(run: Run, number: int, name: str) -> None:
 
 
 def _load(run: Run, name: str) -> DeepseekV41:
-    config = ModelConfig.from_dict(find_pretrained(name).model)
+    origin = find_pretrained(name)
+    config = ModelConfig.from_dict(origin.model)
     token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
     dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
-    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype)
+    kept = frozen_packing(origin, run.config.runtime.frozen)
+    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype, packing_of=kept)
     load_pretrained_weights(model, name)
     return model.requires_grad_(False)
