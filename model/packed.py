@@ -72,12 +72,12 @@ class PackedWeight(Tensor):
         """The plain weight."""
         if self.codes.dim() == 3:
             return torch.stack([self.of_expert(expert) for expert in range(len(self.codes))])
-        found = unpack(self.codes, self.scale, self.packing).to(self.dtype)
+        found = unpack(self.codes, self.scale, self.packing).to(self.dtype).contiguous()
         return found.t() if self.transposed else found
 
     def of_expert(self, expert: int) -> Tensor:
         """The plain matrix [rows, columns] of one expert of a stack."""
-        return unpack(self.codes[expert], self.scale[expert], self.packing).to(self.dtype)
+        return unpack(self.codes[expert], self.scale[expert], self.packing).to(self.dtype).contiguous()
 
     def rows(self, index: Tensor) -> Tensor:
         """The plain rows that int64 `index` (any shape) names: [*index.shape, columns]."""
@@ -85,7 +85,8 @@ class PackedWeight(Tensor):
             return self.values()[index]
         flat = index.flatten()
         found = unpack(self.codes.index_select(0, flat), self.scale.index_select(0, flat), self.packing)
-        return found.to(self.dtype).unflatten(0, index.shape) if index.dim() != 1 else found.to(self.dtype)
+        found = found.to(self.dtype).contiguous()
+        return found if index.dim() == 1 else found.unflatten(0, index.shape)
 
     def _like(self, **changes: Any) -> PackedWeight:
         given = {"codes": self.codes, "scale": self.scale, "dtype": self.dtype, "transposed": self.transposed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,3 +41,27 @@ def test_ten_steps_of_an_adapter_are_those_of_one_process(corpus: Path, alone: C
     assert written[0].keys() == written[1].keys() and len(written[0]) == trained
     for name, tensor in written[0].items():
         assert (written[1][name] - tensor).abs().max() < 1e-5, name
+
+
+def test_packed_frozen_weights_split_over_two_processes_train_as_their_values_do(corpus: Path) -> None:
+    base = build(steps.configure("plain", 1, 1, corpus))
+    save_pretrained(base.model, corpus / "quantised", base.tokenizer, format="released")
+    settings = [
+        "-m", "train", "task=pretrain", "lora=all", "lora.rank=4", f"init_from={corpus}/quantised", "parallel=ep2",
+        "parallel.device=cpu", "data.source=text", f"data.paths=[{corpus}/text]", f"output={corpus}",
+        f"data.validation_paths=[{corpus}/text/token.txt]", f"data.cache_dir={corpus}/cache", "task.seq_len=64",
+        "task.micro_batch=2", "task.global_batch_rows=2", "task.tokens=500", "task.sample_tokens=0",
+        "data.validation_rows=2", "checkpoint.export=released", "logger.progress=false",
+    ]  # fmt: skip
+    for kind in ("packed", "values"):
+        with Group(2, [*settings, f"name={kind}", f"runtime.frozen={kind}"], corpus / f"ranks-{kind}") as group:
+            for rank, ended in enumerate(group.finish()):
+                assert ended.code == 0, f"rank {rank}:\n{ended.output}"
+    packed, values = (
+        [json.loads(line)["loss"] for line in (corpus / kind / "metrics.jsonl").read_text().splitlines()]
+        for kind in ("packed", "values")
+    )
+    assert len(packed) > 4 and packed == values
+    ours, theirs = (load_file(corpus / kind / "export" / "model.safetensors") for kind in ("packed", "values"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
