@@ -202,7 +202,9 @@ class DeepseekV41(nn.Module):
         replay_start int64 [B, documents]: see `build_layout`; logits_to_keep: compute those of the last positions of
         each row only (0: of all). Logits at padding are zero.
         """
-        layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start)
+        layout = self.lay_out(
+            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, routing=routing
+        )
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
         trace = self.run_backbone(*inputs, keep_streams=output_hidden_states)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if output_hidden_states else None
@@ -211,7 +213,7 @@ class DeepseekV41(nn.Module):
         logits = self.head(trace.hidden)
         loss = None
         if labels is not None:
-            targets = self._targets(labels, layout)
+            targets = next_token_targets(layout.flatten(labels), layout.document)
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
         return Output(layout.unflatten(logits)[:, -logits_to_keep:], loss, streams)
@@ -227,21 +229,23 @@ class DeepseekV41(nn.Module):
         pixel_values: Tensor | None = None,
         image_grid_hws: Tensor | None = None,
         vision_token_types: Tensor | None = None,
+        layout: SequenceLayout | None = None,
     ) -> Features:
-        """One pass for a drafter that reads `layers`; without gradients. Inputs as in `forward`; labels only say where
+        """One pass for a drafter that reads `layers`; without gradients. Inputs as in `losses`; labels only say where
         prompts end, for `runtime.decoder_replay`.
         """
-        layout = self._build_layout(input_ids, labels, attention_mask, seq_lens, vision_token_types, None)
+        layout = layout or self.lay_out(input_ids, labels, attention_mask, seq_lens, vision_token_types)
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types)
         trace = self.run_backbone(*inputs, for_drafter=layers)
         return Features(layout, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
 
     def loss_denominators(
-        self, input_ids: Tensor, labels: Tensor, attention_mask=None, seq_lens=None, vision_token_types=None, **_
+        self, input_ids: Tensor, labels: Tensor, layout: SequenceLayout | None = None, **batch: Tensor
     ) -> LossDenominators:
-        """What this batch adds to the step's denominators; costs no forward."""
-        layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types)
-        return count_denominators(self.config.text, layout, self._targets(labels, layout) >= 0)
+        """What this batch adds to the step's denominators; costs no forward. Inputs as in `losses`."""
+        layout = layout or self.lay_out(input_ids, labels, **batch)
+        targets = next_token_targets(layout.flatten(labels), layout.document)
+        return count_denominators(self.config.text, layout, targets >= 0)
 
     def losses(
         self,
@@ -257,18 +261,20 @@ class DeepseekV41(nn.Module):
         replay_start: Tensor | None = None,
         prompt_lens: Tensor | None = None,
         objective: Objective | None = None,
+        layout: SequenceLayout | None = None,
     ) -> Losses:
         """The training losses of one micro-batch, normalised by the denominators of its step. Same inputs as `forward`.
 
         `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` where an
         answer's first tokens are not supervised (without it, a prompt ends at the first supervised token). `objective`
-        takes the place of the cross-entropy; `lm_sum` is then its sum.
+        takes the place of the cross-entropy; `lm_sum` is then its sum. `layout`: what `lay_out` made of the batch, if
+        that was done before.
         """
-        layout = self._build_layout(
-            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens
+        layout = layout or self.lay_out(
+            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing
         )
         trace = self.run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
-        targets = self._targets(labels, layout)
+        targets = next_token_targets(layout.flatten(labels), layout.document)
         supervised = targets >= 0
         rows = supervised.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
@@ -294,29 +300,39 @@ class DeepseekV41(nn.Module):
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
-    def _build_layout(
-        self, input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens=None
+    def lay_out(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        replay_start: Tensor | None = None,
+        prompt_lens: Tensor | None = None,
+        routing: Tensor | None = None,
+        **_: Tensor,
     ) -> SequenceLayout:
-        """The layout of a batch; where the runtime asks for it, with the decoder's windows bounded as in generation."""
+        """Check a batch and lay it out; where the runtime asks for it, with the decoder's windows bounded as in
+        generation. Best done once and while the batch is on the CPU: all that reads its values is here.
+        """
         text = self.config.text
         layout = build_layout(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
-        if not self.runtime.decoder_replay or labels is None:
+        if routing is not None:
+            check_routing(text, routing, layout.rows, layout.row_length)
+        if labels is None:
             return layout
-        lengths = prompt_lengths(layout, layout.flatten(labels)) if prompt_lens is None else prompt_lens[seq_lens > 0]
+        if labels.shape != input_ids.shape:
+            raise ValueError(f"labels must be [{layout.rows}, {layout.row_length}], got {list(labels.shape)}")
+        flat = layout.flatten(labels)
+        wrong = flat[((flat < 0) & (flat != -100)) | (flat >= text.vocab_size)]
+        if wrong.numel():
+            raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{text.vocab_size - 1}")
+        if not self.runtime.decoder_replay:
+            return layout
+        lengths = prompt_lengths(layout, flat) if prompt_lens is None else prompt_lens[seq_lens > 0]
         start = (lengths - text.sliding_window).clamp(min=0)[layout.document]
         bounded = bound_windows(layout.window_start, layout.position, layout.document_start, start)
         return replace(layout, decoder_window_start=bounded)
-
-    def _targets(self, labels: Tensor, layout: SequenceLayout) -> Tensor:
-        """int64 [T]: the token that each position is trained to predict, -100 for none."""
-        if labels.shape != (layout.rows, layout.row_length):
-            raise ValueError(f"labels must be [{layout.rows}, {layout.row_length}], got {list(labels.shape)}")
-        flat = layout.flatten(labels)
-        wrong = flat[((flat < 0) & (flat != -100)) | (flat >= self.config.text.vocab_size)]
-        if wrong.numel():
-            vocabulary = self.config.text.vocab_size
-            raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{vocabulary - 1}")
-        return next_token_targets(flat, layout.document)
 
     def run_backbone(
         self,
@@ -330,7 +346,6 @@ class DeepseekV41(nn.Module):
         for_drafter: Sequence[int] = (),
     ) -> BackboneOutput:
         if routing is not None:
-            check_routing(self.config.text, routing, layout.rows, layout.row_length)
             routing = layout.flatten(routing).long()
         tokens = layout.flatten(input_ids)
         x = self.embed_batch(tokens, layout, pixel_values, image_grid_hws, vision_token_types)

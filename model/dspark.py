@@ -38,9 +38,9 @@ from model.checkpoint.released import read_headers
 from model.config import ForwardOptions, ModelConfig, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
-from model.layout import SequenceLayout, build_layout
+from model.layout import SequenceLayout
 from model.loss import draft_distances
-from model.moe import Routing, expert_load
+from model.moe import Routing
 from model.norm import RMSNorm
 from model.parallel.ranks import Parallel, mark_shards
 from model.rope import inverse_frequencies, rotations
@@ -361,14 +361,23 @@ class Drafter(nn.Module):
         found = (CE * ce + L1 * l1 + BCE * bce, *(x.detach() for x in (ce, l1, bce)), tau)
         return DraftLoss(*found, *shown, expert_load=terms.expert_load)
 
+    def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor) -> SequenceLayout:
+        """See `DeepseekV41.lay_out`."""
+        return self.backbone.lay_out(input_ids, labels, **batch)
+
     def loss_denominators(
-        self, input_ids: Tensor, labels: Tensor, anchors: Tensor, attention_mask=None, seq_lens=None, **_: Tensor
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        anchors: Tensor,
+        layout: SequenceLayout | None = None,
+        **batch: Tensor,
     ) -> DraftDenominators:
         """What this batch adds to the step's denominators; costs no forward."""
-        layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens)
+        layout = layout or self.lay_out(input_ids, labels, **batch)
         where = self.locate(anchors, layout, input_ids.shape)
         slots = slots_of(where, layout, input_ids, labels, self.block_size)
-        return DraftDenominators(torch.tensor(layout.tokens, device=labels.device), slots.valid.sum(0))
+        return DraftDenominators(labels.new_full((), layout.tokens), slots.valid.sum(0))
 
     def losses(
         self,
@@ -430,7 +439,7 @@ class Drafter(nn.Module):
             alpha=alpha,
             accepted=slots.valid[:, 0] + alpha.cumprod(1).sum(1),
             confidence=confidence.detach(),
-            expert_load=torch.stack([expert_load(routing, None) for routing in routings]),
+            expert_load=torch.stack([routing.load for routing in routings]),
         )
 
     def main_x(self, entering: Tensor) -> Tensor:
@@ -473,7 +482,7 @@ class Drafter(nn.Module):
             return self.run(first, self.draft_layout(where, layout), context_keys)
         nowhere = first.new_zeros(1)
         hidden, routings = self.run(nowhere, self.draft_layout(where._replace(last=nowhere), layout), context_keys)
-        return hidden[:0], [Routing(*(x[:0] for x in routing)) for routing in routings]
+        return hidden[:0], [routing.none() for routing in routings]
 
     def draft_layout(self, where: Anchors, layout: SequenceLayout) -> DraftLayout:
         """The drafts of a layout's anchors; places are token indices."""

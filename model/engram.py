@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.layout import SequenceLayout
+from model.no_wait import Constant
 from model.parallel.ranks import RankGroup
 from model.parallel.tables import Lookup, Table
 
@@ -158,7 +159,8 @@ def hash_ids(
     compressed = token_map[tokens]
     pad = token_map[pad_token_id]
     reachable = torch.ones_like(tokens, dtype=torch.bool)
-    multipliers, primes, offsets = tables.multipliers[layer], tables.primes[layer], tables.offsets[layer]
+    multipliers = tables.multipliers[layer]
+    primes, offsets = (c.on_device_of(tokens) for c in _constants(tables.primes[layer], tables.offsets[layer]))
     heads = len(primes) // (len(multipliers) - 1)
     rolling = torch.zeros_like(tokens)
     found = []
@@ -172,9 +174,13 @@ def hash_ids(
         if back == 0:
             continue
         head = slice((back - 1) * heads, back * heads)
-        size = torch.tensor(primes[head], device=tokens.device)
-        found.append(torch.remainder(rolling[:, None], size) + torch.tensor(offsets[head], device=tokens.device))
-    return torch.cat(found, dim=1)
+        found.append(torch.remainder(rolling[:, None], primes[head]))
+    return torch.cat(found, dim=1) + offsets
+
+
+@lru_cache(maxsize=64)
+def _constants(primes: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Constant, Constant]:
+    return Constant(primes, torch.int64), Constant(offsets, torch.int64)
 
 
 class Engram(nn.Module):

@@ -43,9 +43,7 @@ class HyperConnection(nn.Module):
             flat = streams.flatten(1).float()
             # token axis last: the many small steps below then run on long contiguous rows
             mixes = _NormalisedProduct.apply(flat, self.fn, self.eps)  # [(2+n)n, T]
-            scale = torch.repeat_interleave(
-                self.scale, torch.tensor([n, n, n * n], device=mixes.device), output_size=(2 + n) * n
-            )
+            scale = torch.cat([part.expand(size) for part, size in zip(self.scale, (n, n, n * n), strict=True)])
             logits = mixes * scale[:, None] + self.base[:, None]
             pre = torch.sigmoid(logits[:n]) + self.hc_eps
             post = 2 * torch.sigmoid(logits[n : 2 * n])
@@ -82,37 +80,33 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Keeps the softmax alone and repeats the iterations in the backward: 2*iters small matrices for each token would
-    be most of a block's memory. Steps are in place, since launching small operations is what costs here.
+    """Keeps the softmax and every step's denominators, and repeats the divisions in the backward: 2*iters small
+    matrices for each token would be most of a block's memory. Steps are in place, since launching small operations is
+    what costs here.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, iters: int, eps: float) -> Tensor:
         soft = torch.softmax(logits, dim=1)
-        ctx.save_for_backward(soft)
-        ctx.iters, ctx.eps = iters, eps
+        denominators = soft.new_empty(2 * iters - 1, *soft.shape[1:])
+        ctx.save_for_backward(soft, denominators)
+        ctx.eps = eps
         m = soft + eps
-        for k in range(2 * iters - 1):
-            m.div_(m.sum(k % 2, keepdim=True).add_(eps))  # even: columns (over sources), odd: rows (over targets)
+        for k, total in enumerate(denominators):
+            torch.sum(m, k % 2, out=total).add_(eps)  # even: columns (over sources), odd: rows (over targets)
+            m.div_(total.unsqueeze(k % 2))
         return m
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (soft,) = ctx.saved_tensors
-        steps = 2 * ctx.iters - 1
-        n, _, tokens = soft.shape
-        states = soft.new_empty(steps, n, n, tokens)
-        denominators = soft.new_empty(steps, n, tokens)
+        soft, denominators = ctx.saved_tensors
+        states = soft.new_empty(len(denominators), *soft.shape)
         m = soft + ctx.eps
-        for k in range(steps):
-            torch.sum(m, k % 2, out=denominators[k]).add_(ctx.eps)
-            m = torch.div(m, denominators[k].unsqueeze(k % 2), out=states[k])
-        grad, product, total = (
-            grad.clone(memory_format=torch.contiguous_format),
-            torch.empty_like(soft),
-            m.new_empty(n, tokens),
-        )
-        for k in reversed(range(steps)):
+        for k, state in enumerate(states):
+            m = torch.div(m, denominators[k].unsqueeze(k % 2), out=state)
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        product, total = torch.empty_like(soft), torch.empty_like(denominators[0])
+        for k in reversed(range(len(states))):
             torch.sum(torch.mul(grad, states[k], out=product), k % 2, out=total)
             grad.sub_(total.unsqueeze(k % 2)).div_(denominators[k].unsqueeze(k % 2))
         return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None

@@ -9,8 +9,10 @@ Shapes: T tokens of the layout, N entry slots of one compression ratio.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +35,13 @@ class Entries:
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
-    host_from: Tensor  # the same two on the CPU, to bound the scoring chunks without a device sync
-    host_to: Tensor
+    host_from: np.ndarray  # the same two on the CPU, to bound the scoring chunks without waiting for the device
+    host_to: np.ndarray
     own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
+
+    def to(self, device: torch.device) -> Entries:
+        """The same on another device; from pinned memory without waiting."""
+        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ class SequenceLayout:
     def tokens(self) -> int:
         return self.position.shape[0]
 
+    def to(self, device: torch.device) -> SequenceLayout:
+        """The same on another device; from pinned memory without waiting."""
+        entries = {ratio: entries.to(device) for ratio, entries in self.entries.items()}
+        return replace(_moved(self, device), entries=entries)
+
     def flatten(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [T, ...]: the real tokens."""
         flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
@@ -73,6 +84,15 @@ class SequenceLayout:
         return x.reshape(self.rows, self.row_length, *x.shape[1:])
 
 
+Placed = TypeVar("Placed", Entries, SequenceLayout)
+
+
+def _moved(value: Placed, device: torch.device) -> Placed:
+    held = {field.name: getattr(value, field.name) for field in fields(value)}
+    moved = {name: x.to(device, non_blocking=True) for name, x in held.items() if isinstance(x, Tensor)}
+    return replace(value, **moved)
+
+
 def build_layout(
     config: TextConfig,
     input_ids: Tensor,
@@ -83,8 +103,9 @@ def build_layout(
 ) -> SequenceLayout:
     """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
     and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one a row without
-    `seq_lens`): where bounded replay is simulated to begin, see `bound_windows`. Raises ValueError when they are
-    malformed.
+    `seq_lens`): where bounded replay is simulated to begin, see `bound_windows`. The layout is made on the CPU and
+    moved to the device of `input_ids`: a batch that is still on the CPU makes no GPU wait. Raises ValueError when they
+    are malformed.
     """
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be [rows, positions] and not empty, got {list(input_ids.shape)}")
@@ -93,7 +114,6 @@ def build_layout(
             f"vision_token_types must be {list(input_ids.shape)} as input_ids, got {list(vision_token_types.shape)}"
         )
     rows, row_length = input_ids.shape
-    device = input_ids.device
     starts, lengths = _documents(rows, row_length, attention_mask, seq_lens)
     length = torch.tensor(lengths)
     token_start = length.cumsum(0) - length  # token index of each document's first token
@@ -105,31 +125,29 @@ def build_layout(
     yarn = inverse_frequencies(config, compressed=True)
     image = None
     if vision_token_types is not None:
-        image = (vision_token_types.reshape(-1)[gather.to(device)] >= 0).to(device)
+        image = vision_token_types.cpu().reshape(-1)[gather] >= 0
     document_start = token_start[document]
     window_start = torch.maximum(document_start, torch.arange(len(document)) - (config.sliding_window - 1))
     if replay_start is not None:
         replays = _replays(replay_start, rows, seq_lens, length)
         window_start = bound_windows(window_start, position, document_start, replays[document])
-    window_start = window_start.to(device)
     return SequenceLayout(
         rows=rows,
         row_length=row_length,
-        gather=None if full else gather.to(device),
-        document=document.to(device),
-        document_start=document_start.to(device),
-        document_lengths=length.to(device),
+        gather=None if full else gather,
+        document=document,
+        document_start=document_start,
+        document_lengths=length,
         window_start=window_start,
         decoder_window_start=window_start,
-        position=position.to(device),
+        position=position,
         image=image,
-        phasors=rotations(position.to(device), inverse_frequencies(config, compressed=False)),
-        phasors_yarn=rotations(position.to(device), yarn),
+        phasors=rotations(position, inverse_frequencies(config, compressed=False)),
+        phasors_yarn=rotations(position, yarn),
         entries={
-            r: _entries(r, config.candidate_block_size, length, token_start, document, position, yarn, device)
-            for r in ratios
+            r: _entries(r, config.candidate_block_size, length, token_start, document, position, yarn) for r in ratios
         },
-    )
+    ).to(input_ids.device)
 
 
 def bound_windows(window_start: Tensor, position: Tensor, document_start: Tensor, replay_start: Tensor) -> Tensor:
@@ -161,7 +179,7 @@ def _replays(replay_start: Tensor, rows: int, seq_lens: Tensor | None, length: T
     return replays
 
 
-def _entries(ratio, block, length, token_start, document, position, yarn, device) -> Entries:
+def _entries(ratio, block, length, token_start, document, position, yarn) -> Entries:
     count = length // ratio
     room = (count + block - 1) // block * block  # slots of each document, whole blocks
     if not room.any():
@@ -177,12 +195,12 @@ def _entries(ratio, block, length, token_start, document, position, yarn, device
     return Entries(
         ratio=ratio,
         slots=len(index),
-        members=members.clamp(max=len(document) - 1).to(device),  # only unused slots can point past the end
-        phasors=rotations((index * ratio).to(device), yarn),
-        visible_from=visible_from.to(device),
-        visible_to=visible_to.to(device),
-        host_from=visible_from,
-        host_to=visible_to,
+        members=members.clamp(max=len(document) - 1),  # only unused slots can point past the end
+        phasors=rotations(index * ratio, yarn),
+        visible_from=visible_from,
+        visible_to=visible_to,
+        host_from=visible_from.numpy(),
+        host_to=visible_to.numpy(),
     )
 
 

@@ -15,17 +15,25 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.layout import SequenceLayout
+from model.no_wait import Watched, count_ids
 from model.packed import PackedWeight, packed_grouped_linear
 from model.parallel.exchange import exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
 
 
 class Routing(NamedTuple):
-    """indices int64 [T, k], weights fp32 [T, k], scores fp32 [T, E] (unbiased)."""
+    """indices int64 [T, k], weights fp32 [T, k], scores fp32 [T, E] (unbiased), load int64 [2, E]: how many (token,
+    choice) pairs each expert got, from text tokens (0) and from image tokens (1).
+    """
 
     indices: Tensor
     weights: Tensor
     scores: Tensor
+    load: Tensor
+
+    def none(self) -> Routing:
+        """The same of no token."""
+        return Routing(self.indices[:0], self.weights[:0], self.scores[:0], torch.zeros_like(self.load))
 
 
 class Gate(nn.Module):
@@ -53,10 +61,10 @@ class Gate(nn.Module):
                 indices = torch.where(replay >= 0, replay, indices)
             weights = scores.gather(1, indices)
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
-        return Routing(indices, weights, scores)
+        return Routing(indices, weights, scores, count_load(indices, image, len(self.bias)))
 
 
-class Experts(nn.Module):
+class Experts(Watched):
     """The routed experts of a layer that this rank holds, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
@@ -81,14 +89,16 @@ class Experts(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts = routing.indices.flatten()
         order = experts.argsort(stable=True)  # expert-major copies of the tokens
-        counts = torch.bincount(experts, minlength=self.shard.total)
-        rows = _Dispatch.apply(x, order, k)
+        counts = routing.load.sum(0)
+        place = _inverse(order)
+        token = order.div(k, rounding_mode="floor")
+        rows = _Dispatch.apply(x, token, place, k)
         weights = routing.weights.flatten().index_select(0, order)
         if self.shard.ranks.size == 1:
             y = self._weighted(rows, weights, counts)
         else:
             y = self._weighted_elsewhere(rows, weights, counts, experts.index_select(0, order))
-        return _Combine.apply(y.float(), order, k)
+        return _Combine.apply(y.float(), token, place, k)
 
     def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Rows [R, d] in the order of this rank's experts, fp32 weights [R], rows per expert -> weighted output."""
@@ -107,22 +117,20 @@ class Experts(nn.Module):
         announced = torch.arange(local, device=rows.device).repeat(ranks.size)
         announced = announced.repeat_interleave(counts.flatten(), output_size=len(rows))
         order = announced.argsort(stable=True)  # from rank-major to expert-major
-        y = self._weighted(_Dispatch.apply(rows, order, 1), tags[:, 0].index_select(0, order), counts.sum(0))
-        y = _Combine.apply(y, order, 1)
-        self._check(tags[:, 1].detach(), announced + self.shard.start, receive)
+        place = _inverse(order)
+        y = self._weighted(_Dispatch.apply(rows, order, place, 1), tags[:, 0].index_select(0, order), counts.sum(0))
+        y = _Combine.apply(y, order, place, 1)
+        sender = torch.arange(ranks.size, device=rows.device).repeat_interleave(counts.sum(1), output_size=len(rows))
+        came, announced = tags[:, 1].detach().long(), announced + self.shard.start
+        self.note(came != announced, sender, came, announced)
         return exchange((y,), receive, send, ranks)[0]
 
-    def _check(self, experts: Tensor, announced: Tensor, receive: list[int]) -> None:
-        """Raise RuntimeError unless the rows that came are for the experts that their senders announced."""
-        wrong = (experts != announced).nonzero()
-        if not len(wrong):
-            return
-        ranks, at = self.shard.ranks, int(wrong[0])
-        sender = next(rank for rank in range(ranks.size) if at < sum(receive[: rank + 1]))
-        raise RuntimeError(
+    def complain(self, wrong: int, rows: int, evidence: list[int]) -> str:
+        ranks, (sender, came, announced) = self.shard.ranks, evidence
+        return (
             f"layer {self.layer}: {ranks.name(ranks.rank)} received from {ranks.name(sender)} a token for expert "
-            f"{experts[at].item():g} where it had announced one for expert {int(announced[at])} "
-            f"({len(wrong)} of {len(announced)} tokens differ); the ranks are out of step"
+            f"{came} where it had announced one for expert {announced} ({wrong} of {rows} tokens differ); the ranks "
+            "are out of step"
         )
 
 
@@ -174,11 +182,10 @@ def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: in
         raise ValueError(f"routing must name {k} different experts of 0..{experts - 1} for a token, or {k} times -1")
 
 
-def expert_load(routing: Routing, image: Tensor | None) -> Tensor:
-    """int64 [2, E]: how many (token, choice) pairs each expert got, from text tokens (0) and from image tokens (1)."""
-    experts = routing.scores.shape[1]
-    cell = routing.indices if image is None else routing.indices + experts * image[:, None]
-    return torch.bincount(cell.flatten(), minlength=2 * experts).view(2, experts)
+def count_load(indices: Tensor, image: Tensor | None, experts: int) -> Tensor:
+    """`Routing.load` of indices [T, k], image bool [T] or None."""
+    cell = indices if image is None else indices + experts * image[:, None]
+    return count_ids(cell, 2 * experts).view(2, experts)
 
 
 def sequence_balance(routing: Routing, layout: SequenceLayout) -> Tensor:
@@ -190,7 +197,7 @@ def sequence_balance(routing: Routing, layout: SequenceLayout) -> Tensor:
     experts, k = routing.scores.shape[1], routing.indices.shape[1]
     documents = layout.document_lengths.shape[0]
     cell = layout.document[:, None] * experts + routing.indices
-    count = torch.bincount(cell.flatten(), minlength=documents * experts).view(documents, experts)
+    count = count_ids(cell, documents * experts).view(documents, experts)
     frequency = count * (experts / k) / layout.document_lengths[:, None]
     share = routing.scores / routing.scores.sum(-1, keepdim=True)
     return (share * frequency.index_select(0, layout.document)).sum()
@@ -245,34 +252,38 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """[T, d] -> [T*k, d] in expert order; the gradient is summed over a token's k copies in a fixed order."""
+    """[T, d] -> [T*k, d] in expert order; the gradient is summed over a token's k copies in a fixed order. token int64
+    [T*k]: whose copy each row is; place int64 [T*k]: the row of each token's first, second, ... copy.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx, x: Tensor, token: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
         ctx.k = k
-        return x.index_select(0, order.div(k, rounding_mode="floor"))
+        return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _sum_copies(grad, ctx.saved_tensors[0], ctx.k), None, None
+        return _sum_copies(grad, ctx.saved_tensors[0], ctx.k), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """The transpose of _Dispatch: [T*k, d] in expert order -> [T, d]."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return _sum_copies(rows, order, k)
+    def forward(ctx, rows: Tensor, token: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(token)
+        return _sum_copies(rows, place, k)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.saved_tensors[0].div(ctx.k, rounding_mode="floor")), None, None
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def _sum_copies(rows: Tensor, order: Tensor, k: int) -> Tensor:
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
+def _sum_copies(rows: Tensor, place: Tensor, k: int) -> Tensor:
     return rows.index_select(0, place).unflatten(0, (-1, k)).sum(1)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.no_wait import Constant
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E4M3_SMALLEST = 2.0**-9  # smallest positive E4M3 value (subnormal)
@@ -226,18 +228,22 @@ def _round(x: Tensor, packing: Packing) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_STEPS = Constant(_LEVELS[1:], torch.float32)
+# What a nibble stands for, and what the two of every byte do: one look-up a byte, since a cache reads much of this.
+_NIBBLES = (*_LEVELS, *(-level for level in _LEVELS))
+_PAIRS = Constant([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)], torch.float32)
+
+
 def _join_nibbles(x: Tensor) -> Tensor:
     """E2M1 values fp32 [rows, columns] -> int8 [rows, columns / 2]; a nibble is sign, two exponent bits, mantissa."""
-    steps = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
+    steps = _STEPS.on_device_of(x)
     nibble = torch.bucketize(x.abs(), steps, right=True, out_int32=True) + 8 * torch.signbit(x).int()
     return (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8).view(torch.int8)
 
 
 def _split_nibbles(codes: Tensor) -> Tensor:
     """The inverse of `_join_nibbles`: [..., columns / 2] -> fp32 [..., columns]."""
-    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    table = torch.tensor(levels + [-level for level in levels], device=codes.device)
-    byte = torch.arange(256, device=codes.device)
-    pairs = torch.stack([table[byte & 15], table[byte >> 4]], dim=-1)  # one look-up a byte: a cache reads much of this
-    values = pairs.index_select(0, codes.contiguous().view(torch.uint8).flatten().int())
+    bytes = codes.contiguous().view(torch.uint8).flatten()
+    values = _PAIRS.on_device_of(codes).index_select(0, bytes.int())
     return values.view(*codes.shape[:-1], 2 * codes.shape[-1])

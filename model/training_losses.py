@@ -15,7 +15,7 @@ from torch import Tensor
 from model.config import LossWeights, TextConfig
 from model.indexer import IndexerLossInputs, indexer_loss
 from model.layout import SequenceLayout
-from model.moe import Routing, expert_load, sequence_balance
+from model.moe import Routing, sequence_balance
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def count_denominators(config: TextConfig, layout: SequenceLayout, supervised: T
     ]
     return LossDenominators(
         supervised.sum(),
-        torch.tensor(layout.tokens, device=supervised.device),
+        supervised.new_full((), layout.tokens, dtype=torch.int64),
         torch.stack(queries) if queries else supervised.new_zeros(0, dtype=torch.int64),
     )
 
@@ -103,7 +103,7 @@ def training_losses(
         balance_sum=balance_sum.detach(),
         index_kl_sum=kl_sum.detach(),
         index_queries=queries,
-        expert_load=torch.stack([expert_load(routing, layout.image) for routing in routings]),
+        expert_load=torch.stack([routing.load for routing in routings]),
     )
 
 

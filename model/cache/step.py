@@ -180,8 +180,8 @@ class Step:
             phasors=rotations(self.on_device(number * ratio), self.cache.frequencies[True]),
             visible_from=self.on_device(first),
             visible_to=self.on_device(last),
-            host_from=first,
-            host_to=last,
+            host_from=first.numpy(),
+            host_to=last.numpy(),
             own=own if self._single else None,
         )
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.no_wait import Watched, count_ids
 from model.parallel.exchange import exchange, exchange_counts
 from model.parallel.ranks import RankGroup, Shard, row_shard
 from model.precision import without_autocast
@@ -33,7 +34,7 @@ class Lookup(NamedTuple):
         return F.embedding(self.index, self.values)
 
 
-class Table(nn.Embedding):
+class Table(nn.Embedding, Watched):
     """This rank's rows of an embedding of `rows` rows."""
 
     def __init__(self, rows: int, dim: int, ranks: RankGroup):
@@ -54,23 +55,26 @@ class Table(nn.Embedding):
         if shard.ranks.size == 1:
             return Lookup(self.weight, ids)
         wanted, index = ids.unique(return_inverse=True)
-        counts = torch.bincount(wanted // shard.height, minlength=shard.ranks.size)
+        counts = count_ids(wanted // shard.height, shard.ranks.size)
         _, send, receive = exchange_counts(counts, shard.ranks)
         (asked,) = exchange((wanted,), send, receive, shard.ranks)
-        self._check(asked)
+        if len(asked) and not len(shard):
+            raise RuntimeError(self._complaint(f"{len(asked)} rows"))
+        self.note((asked < shard.start) | (asked >= shard.stop), asked)
+        found = (asked - shard.start).clamp(0, len(shard) - 1)  # out of range only if the ranks are out of step
         works: list[dist.Work] = []
-        values = _Fetch.apply(self.weight, asked - shard.start, receive, send, shard.ranks, works)
+        values = _Fetch.apply(self.weight, found, receive, send, shard.ranks, works)
         return Lookup(values, index, works[0])
 
-    def _check(self, asked: Tensor) -> None:
-        """Raise RuntimeError if other ranks ask for rows that are not here."""
-        wrong = asked[(asked < self.shard.start) | (asked >= self.shard.stop)]
-        if len(wrong):
-            ranks = self.shard.ranks
-            raise RuntimeError(
-                f"{ranks.name(ranks.rank)} was asked for row {int(wrong[0])} of a table of {self.shard.total} rows, of "
-                f"which it holds [{self.shard.start}, {self.shard.stop}); the ranks are out of step"
-            )
+    def complain(self, wrong: int, rows: int, evidence: list[int]) -> str:
+        return self._complaint(f"row {evidence[0]}")
+
+    def _complaint(self, what: str) -> str:
+        shard = self.shard
+        return (
+            f"{shard.ranks.name(shard.ranks.rank)} was asked for {what} of a table of {shard.total} rows, of which it "
+            f"holds [{shard.start}, {shard.stop}); the ranks are out of step"
+        )
 
 
 class _Fetch(torch.autograd.Function):

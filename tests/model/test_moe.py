@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny import pack_of, tiny_config, tiny_model
 from torch import Tensor
 
-from model.moe import MoE, Routing, clamped_swiglu, expert_load, sequence_balance
+from model.moe import MoE, Routing, clamped_swiglu, count_load, sequence_balance
 
 LENGTHS = [9, 1, 14]
 IMAGE = torch.arange(24) % 5 == 2
@@ -107,12 +107,12 @@ def test_unused_experts_get_zero_gradients(layer, x) -> None:
 
 def test_expert_load_counts_by_modality(layer, x) -> None:
     _, routing = layer(x, pack())
-    load = expert_load(routing, IMAGE)
+    load = count_load(routing.indices, IMAGE, routing.scores.shape[1])
     for modality, members in ((0, ~IMAGE), (1, IMAGE)):
         counted = [(routing.indices[members] == e).sum().item() for e in range(4)]
         assert load[modality].tolist() == counted
     assert load.sum() == 2 * 24 and load.dtype == torch.int64
-    text = expert_load(routing, None)
+    text = count_load(routing.indices, None, routing.scores.shape[1])
     assert torch.equal(text[0], load.sum(0)) and text[1].sum() == 0
 
 
@@ -137,10 +137,10 @@ def test_sequence_balance_is_lowest_when_even() -> None:
     layout = pack_of(tiny_config(), [8])
     even = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], dim=1)
     scores = torch.ones(8, 4)
-    assert sequence_balance(Routing(even, even.float(), scores), layout) == pytest.approx(8.0)
+    assert sequence_balance(Routing(even, even.float(), scores, None), layout) == pytest.approx(8.0)
     crowded = torch.tensor([[0, 1]]).expand(8, 2)
     scores = torch.tensor([[1.0, 1.0, 0.0, 0.0]]).expand(8, 4)
-    assert sequence_balance(Routing(crowded, crowded.float(), scores), layout) == pytest.approx(16.0)
+    assert sequence_balance(Routing(crowded, crowded.float(), scores, None), layout) == pytest.approx(16.0)
 
 
 def test_bf16_input_keeps_fp32_scores(layer, x) -> None:

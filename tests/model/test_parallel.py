@@ -15,6 +15,7 @@ import model.init
 import model.moe
 from model import DeepseekV41, ForwardOptions, LossDenominators, LossWeights, build_model, count, load_pretrained
 from model.moe import MoE
+from model.no_wait import raise_faults
 from model.parallel.ranks import Parallel, RankGroup
 from model.parallel.tables import Head, Lookup, Table
 from tests import processes
@@ -239,6 +240,7 @@ def broken(rank: int, what: str) -> None:
         table = built.layers[4].engram.embed
         table.shard = dataclasses.replace(table.shard, total=table.shard.total + 60)
     built(**batches(rank, vision=False)[1])
+    raise_faults(built)
 
 
 @pytest.mark.parametrize(
