@@ -65,6 +65,10 @@ class Run:
         """The same batch where the model is."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
+    def prepare(self, batch: Batch) -> dict[str, Any]:
+        """A batch of the CPU for the model: checked, laid out (``layout``), and moved to where the model is."""
+        return {**self.to_device(batch), "layout": self.model.lay_out(**batch).to(self.device)}
+
     def save(self, state: TrainerState, background: Background | None = None) -> Path:
         """Write the run state, all ranks together; with ``background`` while training goes on. Returns its folder."""
         return run_state.save(

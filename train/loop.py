@@ -14,6 +14,7 @@ import torch
 
 from model import Losses
 from model.dspark import DraftLosses
+from model.no_wait import raise_faults
 from optim import clip_, update_router_biases_
 from train.build import Batch, Run
 from train.checkpoint.background import Background
@@ -69,6 +70,7 @@ def train_step(
             sums[name] = sums.get(name, 0) + value * real
     model.eval()
     run.engine.reduce()
+    raise_faults(model)
     sums = world.sum_all(sums)
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
     check_finite(sums["total"], norm, step + 1)
@@ -97,7 +99,7 @@ def train(run: Run, state: TrainerState, report: Reporter) -> None:
         if run.world.any(stopped()):
             return None
         started = time.perf_counter()
-        micro_batches = [run.to_device(next(batches)) for _ in range(run.micro_batches)]
+        micro_batches = [run.prepare(next(batches)) for _ in range(run.micro_batches)]
         waited = time.perf_counter() - started
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)

@@ -1,72 +1,109 @@
-"""Counts what a GPU would be asked to launch, and where it would be waited for, on a CPU."""
+"""Counts on the CPU what a GPU would be asked to launch, and what its host would wait for."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations that only allocate, or only rename memory without an alias annotation that says so.
 LAUNCH_NOTHING = {
-    "aten::empty.memory_format",
+    "aten::_unsafe_view",
+    "aten::detach",
+    "aten::empty",
     "aten::empty_like",
     "aten::empty_strided",
+    "aten::is_same_size",
+    "aten::lift_fresh",
     "aten::new_empty",
     "aten::new_empty_strided",
-    "aten::_unsafe_view",
-    "aten::is_same_size",
-    "aten::detach",
-    "aten::lift_fresh",
-    "aten::set_.source_Storage_storage_offset",
+    "aten::set_",
 }
 # Operations whose result, or its size, the host must know; `lift_fresh` is a tensor made from a list.
 WAIT = {
-    "_local_scalar_dense",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "lift_fresh",
-    "masked_select",
-    "nonzero",
-    "_unique",
-    "_unique2",
-    "unique_consecutive",
-    "unique_dim",
+    "aten::_local_scalar_dense",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::lift_fresh",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
 }
+# The same of methods that reach no operation on the CPU.
+WAITING_METHODS = ("tolist", "numpy", "cpu")
 
 
-class Launches(TorchDispatchMode):
-    """`launched`: operations by name that launch something. `waited`: by name, operations for which a GPU's host would
-    wait, counted while `watching`.
+class Launches:
+    """launched: operations by name that launch something. waited: by name, what would wait, while `watching`; with
+    `blocks_only` only inside the forward of a block.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.launched: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
-        self.watching = True
+        self.blocks_only, self._inside = False, 0
+
+    @property
+    def watching(self) -> bool:
+        return not self.blocks_only or self._inside > 0
 
     @property
     def total(self) -> int:
         return self.launched.total()
 
+    @contextmanager
+    def counting(self) -> Iterator[Launches]:
+        with pytest.MonkeyPatch.context() as patch, _Operations(self):
+            for name in WAITING_METHODS:
+                patch.setattr(torch.Tensor, name, self._noting(name, getattr(torch.Tensor, name)))
+            yield self
+
+    def _noting(self, name: str, method: Callable) -> Callable:
+        def noted(*args, **kwargs):
+            if self.watching:
+                self.waited[name] += 1
+            return method(*args, **kwargs)
+
+        return noted
+
+    def watch_blocks_only(self, blocks: nn.ModuleList) -> None:
+        """Set `blocks_only`, of these blocks."""
+        self.blocks_only = True
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: self._enter(1))
+            block.register_forward_hook(lambda *_: self._enter(-1))
+
+    def _enter(self, by: int) -> None:
+        self._inside += by
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, launches: Launches):
+        super().__init__()
+        self.launches = launches
+
     def __torch_dispatch__(self, function, types, args: tuple = (), kwargs: dict[str, Any] | None = None):
-        name = function._schema.name + (f".{function._overloadname}" if function._overloadname != "default" else "")
+        name, launches = function._schema.name, self.launches
         if not function.is_view and name not in LAUNCH_NOTHING:
-            self.launched[name] += 1
-        if self.watching and _waits(function, args, kwargs or {}):
-            self.waited[name] += 1
+            launches.launched[name] += 1
+        if launches.watching and _waits(name, args, kwargs or {}):
+            launches.waited[name] += 1
         return function(*args, **(kwargs or {}))
 
 
-def _waits(function, args: tuple, kwargs: dict[str, Any]) -> bool:
-    name = function._schema.name.removeprefix("aten::")
-    if name in WAIT:
-        return True
-    if name == "repeat_interleave" and isinstance(args[0], torch.Tensor):
+def _waits(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if name == "aten::repeat_interleave" and isinstance(args[0], torch.Tensor):
         return kwargs.get("output_size") is None
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return False
+    return name in WAIT

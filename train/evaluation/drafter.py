@@ -57,7 +57,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         rows = len(batch["input_ids"])
         batch = with_anchors(batch, 0, first_row + world.rank * rows, settings.tokens_per_anchor, HELD_OUT)
         first_row += world.size * rows
-        batch = run.to_device(batch)
+        batch = run.prepare(batch)
         with run.autocast():
             losses = run.model.losses(
                 **batch, denominators=run.model.loss_denominators(**batch), objective=settings.objective

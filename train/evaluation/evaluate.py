@@ -28,15 +28,16 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
     for batch in run.valid_batches:
         if run.world.any(stop()):
             return None
-        batch, real = with_a_token(run.to_device(batch))
+        batch, real = with_a_token(batch)
+        inputs = run.prepare(batch)
         with run.autocast():
             judge = ExactMatch() if chat else None
-            losses = run.model.losses(**batch, denominators=run.model.loss_denominators(**batch), objective=judge)
-            probe.add(batch)
+            losses = run.model.losses(**inputs, denominators=run.model.loss_denominators(**inputs), objective=judge)
+            probe.add(run.to_device(batch))
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
         load = load + losses.expert_load * real
         if judge:
-            answers += judge.count(batch["seq_lens"], batch["input_ids"].shape[1]).cpu()
+            answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1]).cpu()
     right, asked = run.world.sum_(answers).tolist()
     nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
     loss, load = nats / targets, run.world.sum_(load)

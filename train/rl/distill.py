@@ -109,7 +109,7 @@ class Teachers:
         """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
-            inputs = {key: batch[key] for key in INPUTS}
+            inputs = {key: batch[key] for key in INPUTS} | {"layout": batch.get("layout")}
             if "teacher" not in batch:  # padding, so that all processes have equally many
                 return self.run.model.losses(**inputs, denominators=denominators)
             head = self.heads[self.names[int(batch["teacher"])]].to(self.run.device)

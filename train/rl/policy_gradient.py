@@ -41,7 +41,7 @@ class PolicyGradient:
             if self.reference is not None:
                 given["reference"] = log_probs_under(self.reference, batch, settings.temperature)
             objective = PolicyObjective(settings.loss, settings.temperature, **given)
-            inputs = {name: batch[name] for name in INPUTS}
+            inputs = {name: batch[name] for name in INPUTS} | {"layout": batch.get("layout")}
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             met.update({name: float(value) for name, value in objective.sums.items()})
             return found

@@ -61,7 +61,7 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
     rows = run.config.task.per_rank_batch(world.size)[0]
     first = state.step * rows * world.size * run.micro_batches + world.rank * rows
     micro_batches = [
-        run.to_device(with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor))
+        run.prepare(with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor))
         for n, batch in enumerate(read)
     ]
 

@@ -174,7 +174,7 @@ def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[st
     scored = score(groups, settings.length, settings.trained)
     mine, counts = method.batches(scored, state.step)
     dummy_batches = max(run.world.gather(len(mine))) - len(mine)
-    mine = [run.to_device(batch) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
+    mine = [run.prepare(batch) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
     met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)

@@ -1,0 +1,105 @@
+"""What a micro-batch of the released layer schedule would launch on a GPU, and what its host would wait for.
+
+Counted on the CPU at toy widths, with the chunk sizes of CUDA, forward and backward with recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import model.sparse
+from model import ForwardOptions, ModelConfig, build_model
+from model.parallel.ranks import Parallel
+from tests import processes
+from tests.model.launches import Launches
+from tests.model.test_parallel import ranks_of
+
+WIDTHS = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "candidate_topk_blocks": 4,
+    "candidate_block_size": 4,
+    "engram_vocab_size": 64,
+    "engram_n_heads": 2,
+    "engram_head_dim": 8,
+    "engram_compressed_vocab_size": 512,
+    "engram_num_embeddings": [],
+}
+LAYERS = 40
+
+
+def micro_batch(parallel: Parallel | None = None) -> Launches:
+    """One micro-batch of two documents, forward and backward."""
+    model.sparse.CHUNK_ELEMENTS = dict.fromkeys(model.sparse.CHUNK_ELEMENTS, model.sparse.CHUNK_ELEMENTS["cuda"])
+    config = ModelConfig.from_dict({"text_config": WIDTHS})
+    assert config.text.num_hidden_layers == LAYERS
+    runtime = ForwardOptions(recompute=True)
+    built = build_model(config, runtime, token_map=torch.arange(512), parallel=parallel or Parallel())
+    ids = torch.randint(5, 500, (1, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([[40, 24]])}
+    batch["layout"] = built.lay_out(**batch)
+    launches = Launches()
+    launches.watch_blocks_only(built.layers)
+    with launches.counting():
+        total = built.losses(**batch, denominators=built.loss_denominators(**batch)).total
+        launches.blocks_only = False
+        total.backward()
+    return launches
+
+
+def test_a_micro_batch_stays_within_its_budget(monkeypatch) -> None:
+    monkeypatch.setattr(model.sparse, "CHUNK_ELEMENTS", model.sparse.CHUNK_ELEMENTS)
+    launches = micro_batch()
+    assert launches.total <= 70_000, launches.launched.most_common(20)
+    assert launches.total >= 1_000 * LAYERS  # the counter sees them
+    assert not launches.waited
+
+
+def spread(rank: int) -> Counter[str]:
+    return micro_batch(Parallel(ranks_of(2), ranks_of(2))).waited
+
+
+@pytest.mark.distributed
+def test_expert_exchange_waits_for_its_counts_alone() -> None:
+    """Once in the forward and once in the recomputation of every layer."""
+    assert processes.run(2, spread) == [Counter(tolist=2 * LAYERS)] * 2
+
+
+def test_the_counter_sees_what_waits() -> None:
+    """Each of the ways that the model must not use, once."""
+    x, launches = torch.arange(4), Launches()
+    with launches.counting():
+        for wait in (
+            lambda: torch.tensor([1, 2]),
+            lambda: x.bincount(minlength=4),
+            lambda: x.nonzero(),
+            lambda: x[x > 2],
+            lambda: x.unique(),
+            lambda: int(x[0]),
+            lambda: bool((x > 2).any()),
+            lambda: x.tolist(),
+            lambda: x.cpu(),
+            lambda: torch.repeat_interleave(x, x),
+        ):
+            before = launches.waited.total()
+            wait()
+            assert launches.waited.total() > before
+        before = launches.waited.total()
+        torch.repeat_interleave(x, x, output_size=6), x.index_select(0, x), x[x]
+        assert launches.waited.total() == before
