@@ -1,4 +1,4 @@
-"""``task=convert``: a checkpoint folder in another format, with or without an adapter merged into it."""
+"""``task=convert``: rewrite a checkpoint folder in another format, optionally merging an adapter into it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from train.lora.peft_format import read_changes
 
 
 def run(config: Conversion) -> None:
-    """Write ``config.dst`` whole or not at all.
+    """Write ``config.dst``, whole or not at all.
 
     Raises:
-        InputError: the source is no complete checkpoint of this model (every tensor at fault is named), the adapter is
-            none of it, or the destination exists.
+        InputError: the source is not a complete checkpoint of this model (every bad tensor is named), the adapter does
+            not belong to it, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     with user_errors():

@@ -1,7 +1,7 @@
-"""``task=dspark``: train a drafter for a backbone that stays as it is.
+"""``task=dspark``: train a drafter for a frozen backbone.
 
-A step is ``train.loop.train_step`` on the drafter: the backbone passes once over a batch, without gradients, for all
-its anchors (``train/anchors.py``). Checkpoints hold the drafter alone; the export holds both.
+A step is ``train.loop.train_step`` on the drafter: the backbone runs once over a batch, without gradients, for all its
+anchors (``train/anchors.py``). Checkpoints hold the drafter only; the export holds both.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
 
 
 def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
-    """The closing lines: what was reached, where everything lies."""
+    """The closing lines: results and files."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     report.stop_bar()

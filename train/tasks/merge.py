@@ -1,4 +1,4 @@
-"""``task=merge``: the weighted average of checkpoints of one model, such as runs that began with the same weights."""
+"""``task=merge``: the weighted average of checkpoints of one model, such as runs that started from the same weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from train.errors import InputError, user_errors
 
 
 def run(config: Merger) -> None:
-    """Write ``config.dst`` whole or not at all. Needs memory for a few rows of every checkpoint.
+    """Write ``config.dst``, whole or not at all. Needs memory for a few rows of every checkpoint.
 
     Raises:
-        InputError: one is no complete checkpoint, they are not of the same model and tokenizer (the first difference is
-            named), a value is not finite, or the destination exists.
+        InputError: one is not a complete checkpoint, their models or tokenizers differ (the first difference is named),
+            a value is not finite, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     if Path(config.dst).exists():
@@ -50,7 +50,7 @@ def run(config: Merger) -> None:
 
 
 def check_same(first: Pretrained, other: Pretrained) -> None:
-    """Raise ``InputError`` that names the first difference between two checkpoints' models or tokenizers."""
+    """Raise ``InputError`` with the first difference between the models or tokenizers of two checkpoints."""
     wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
     for key in wanted:
         difference = first_difference(found[key], wanted[key], key)
@@ -63,7 +63,7 @@ def check_same(first: Pretrained, other: Pretrained) -> None:
 
 
 def companions(origin: Pretrained) -> dict[str, str]:
-    """The small files of the merged checkpoint: those of ``origin``, or those that the export of a run would have."""
+    """The small files of the merged checkpoint: those of ``origin``, or those that a run's export would have."""
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
@@ -73,7 +73,9 @@ def companions(origin: Pretrained) -> dict[str, str]:
 
 
 def _model(origin: Pretrained) -> dict[str, Any]:
-    """What makes the model; rows of Engram tables, which some files leave to be computed, are spelled out."""
+    """The configuration that determines the model; row counts of Engram tables are filled in where a file leaves them
+    out.
+    """
     config = ModelConfig.from_dict(origin.model)
     text = config.text
     if text.engram_layer_ids and not text.engram_num_embeddings:

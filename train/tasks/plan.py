@@ -1,13 +1,13 @@
 """``task=plan``: what a model costs on a layout of GPUs, computed before any machine is rented.
 
-Nothing is allocated: the model is built on the meta device, gets the optimizer of the configuration, and every number
-follows from its tensors' sizes and from ``model/count.py``. The layout is that of ``model/parallel`` in a ZeRO stage
-0 engine: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks, the
-rows of the Engram tables, and with ``shard_embeddings`` of embedding and head, over ``table_shards``, all else is whole
-on every rank; a parameter's optimizer state lies with one owner among the ranks that hold the same parameter (see
-``owned``). ``tests/bench/bench_plan.py`` compares with what two processes hold and send.
+Nothing is allocated: the model is built on the meta device and gets the optimizer of the configuration; every number
+follows from the sizes of its tensors and from ``model/count.py``. The layout is that of ``model/parallel`` in a ZeRO
+stage 0 engine. Every rank takes part in data parallelism. The routed experts are split over ``expert_parallel`` ranks;
+the rows of the Engram tables, and with ``shard_embeddings`` those of embedding and head, over ``table_shards``;
+everything else is whole on every rank. A parameter's optimizer state is held by one owner among the ranks with the same
+parameter (see ``owned``). ``tests/bench/bench_plan.py`` compares this with what two processes hold and send.
 
-Not counted: what libraries, allocator and communication buffers take beside the tensors, images, and uneven routing.
+Not counted: memory of libraries, allocator and communication buffers, images, and uneven routing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ from train.errors import user_errors
 
 GIB = 2**30
 FP32 = 4
-KINDS = ("dense", "experts", "Engram tables", "embedding and head")  # of parameters: alike in how they are split
+KINDS = (
+    "dense",
+    "experts",
+    "Engram tables",
+    "embedding and head",
+)  # groups of parameters that are split in the same way
 
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter as a rank of the layout sees it: `units` equal matrices of `numel` elements, `copies` ranks alike.
+    """One parameter as a rank of the layout sees it: `units` equal matrices of `numel` elements, held alike by `copies`
+    ranks.
 
     `spans` are the logical matrices (count, rows, columns) of one unit, for Muon.
     """
@@ -53,27 +59,27 @@ class Item:
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; `step` means an optimizer step."""
+    """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; a `step` is an optimizer step."""
 
     config: Config
     model: DeepseekV41
     weights: dict[str, int]
     gradients: dict[str, int]
     state: dict[str, int]  # by method
-    working: dict[str, float]  # held in the backward, and not while the optimizer works
-    optimizer_working: float  # the reverse
+    working: dict[str, float]  # needed in the backward pass, but not during the update
+    optimizer_working: float  # needed during the update only
     traffic: dict[str, float]  # bytes that a rank sends in a step
     step_flops: float
     optimizer_flops: dict[str, float]  # by method
 
     @property
     def held(self) -> int:
-        """Bytes of weights, gradients and optimizer state of the fullest rank, whatever it works on."""
+        """Bytes of weights, gradients and optimizer state on the fullest rank, needed at all times."""
         return sum(map(sum, (part.values() for part in (self.weights, self.gradients, self.state))))
 
     @property
     def terms(self) -> dict[str, float]:
-        """Memory of the fullest rank by term, at the moment that needs most."""
+        """Memory of the fullest rank by term, at the moment of the peak."""
         fixed = {f"weights: {k}": v for k, v in self.weights.items()}
         fixed |= {f"gradients: {k}": v for k, v in self.gradients.items()}
         fixed |= {f"optimizer state: {k}": v for k, v in self.state.items()}
@@ -132,7 +138,7 @@ def rows_in_pass(config: Config) -> int:
 
 
 def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iterator[Item]:
-    """Every parameter as one rank holds it, the trained ones in the optimizer's order: it decides between equals."""
+    """Every parameter as one rank holds it, the trained ones in the optimizer's order, which breaks ties."""
     layout, parameters = config.parallel, dict(model.named_parameters())
     ways = {
         name: (group["method"], blocks)
@@ -157,8 +163,8 @@ def rank_items(config: Config, model: DeepseekV41, optimizer: Optimizer) -> Iter
 
 
 def owned(items: Sequence[Item]) -> list[Item]:
-    """What the fullest rank updates and keeps the state of: of the ranks that hold the same part of a parameter one
-    owns it, by the rule of ``optim.ownership.assign_owners``.
+    """What the fullest rank updates and keeps the state of: each part of a parameter is owned by one of the ranks that
+    hold it, chosen by ``optim.ownership.assign_owners``.
 
     Ranks that hold the same part of a parameter with c copies are strided: rank r has copy r * c // (number of ranks).
     """
@@ -181,8 +187,8 @@ def owned(items: Sequence[Item]) -> list[Item]:
 
 
 def update_flops(item: Item, iterations: int) -> float:
-    """FLOPs of one update of one unit. Muon: three products in each Newton-Schulz step of each logical matrix.
-    Sinkhorn: momentum 7 an element, norms and squares 3, update 4, and 2 in each of its `iterations`. AdamW: 15.
+    """FLOPs of one update of one unit. Muon: three products per Newton-Schulz step and logical matrix. Sinkhorn, per
+    element: momentum 7, norms and squares 3, update 4, and 2 for each of its `iterations`. AdamW: 15 per element.
     """
     if item.method == "muon":
         sides = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in item.spans]
@@ -191,11 +197,11 @@ def update_flops(item: Item, iterations: int) -> float:
 
 
 def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
-    """What a micro-batch holds, in bytes, when it holds most.
+    """Peak bytes that a micro-batch needs.
 
-    bf16 copies of the dense weights live until the forward ends (and stay for the backward unless blocks are
-    recomputed), copies of expert weights as long as their block's activations. With recomputation the most is either
-    the end of the forward or a block of the backward.
+    bf16 copies of the dense weights live until the forward ends (and through the backward unless blocks are
+    recomputed), copies of expert weights as long as their block's activations. With recomputation the peak is either at
+    the end of the forward or in the backward of a block.
     """
     bf16, recompute = config.parallel.precision == "bf16", config.runtime.recompute
     tokens = config.task.seq_len * rows_in_pass(config)
@@ -217,8 +223,8 @@ def working_bytes(config: Config, model: DeepseekV41) -> dict[str, float]:
 
 
 def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str, float]:
-    """Bytes of what a micro-batch of `tokens` fetches of split tables and keeps for its backward, at most; and of the
-    gathered head.
+    """Upper bound of the bytes that a micro-batch of `tokens` fetches from split tables and keeps for its backward; and
+    the bytes of the gathered head.
     """
     layout, text = config.parallel, model.config.text
     if layout.table_shards == 1:
@@ -231,7 +237,7 @@ def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str
 
 
 def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
-    """The most different rows of every Engram table that `tokens` tokens can look up."""
+    """Upper bound of the distinct rows of every Engram table that `tokens` tokens look up."""
     text = model.config.text
     tables = (model.layers[layer].engram.embed for layer in text.engram_layer_ids)
     return [min(tokens * text.engram_hash_heads, table.num_embeddings) for table in tables]
@@ -250,7 +256,9 @@ def copy_bytes(config: Config, model: DeepseekV41) -> tuple[list[int], list[int]
 
 
 def optimizer_working_bytes(items: Sequence[Item]) -> float:
-    """Temporary copies in the update: of Muon's batch of matrices, or of the largest table's live rows (up to all)."""
+    """Temporary copies during the update: of Muon's batch of matrices, or of the largest table's live rows (up to all
+    of them).
+    """
     mine = owned(items)
     muon = [item for item in mine if item.method == "muon"]
     largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)
@@ -263,10 +271,10 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
     """Bytes that one rank sends in an optimizer step over `tokens` tokens of its own.
 
     Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
-    forward, backward and recomputation, in the compute precision; routing is even, so 1/EP stays at home. Tables: ids,
-    fp32 rows and their gradients, at most: as if a micro-batch looked up as many different rows as it can. A split head
-    is gathered, and its gradient brought home, in every micro-batch. Gradients: a ring all-reduce in fp32 over the
-    ranks that hold the same parameters. Owners' updated weights go around the same ring once. Left out: the counts.
+    forward, backward and recomputation, in the compute precision; with even routing 1/EP stays local. Tables: ids, fp32
+    rows and their gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
+    its gradient returned, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold the same
+    parameters. Updated weights go once around the same ring. Not included: the token counts.
     """
     layout, text = config.parallel, model.config.text
     width = 2 if layout.precision == "bf16" else FP32
@@ -291,7 +299,7 @@ def traffic_bytes(config: Config, model: DeepseekV41, gradients: dict[str, int],
 
 
 def report(p: ResourcePlan) -> str:
-    """The plan as tables for people."""
+    """The plan as readable tables."""
     config, layout, task = p.config, p.config.parallel, p.config.task
     text, (rows, passes) = p.model.config.text, task.per_rank_batch(layout.world_size)
     recompute = "on" if config.runtime.recompute else "off"
@@ -334,7 +342,7 @@ def report(p: ResourcePlan) -> str:
 
 
 def verdict(p: ResourcePlan) -> str:
-    """Whether the layout fits, what takes most, and what to change if it does not."""
+    """Whether the layout fits, what needs the most memory, and what to change if it does not fit."""
     groups: dict[str, float] = {}
     for term, size in p.terms.items():
         groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
@@ -349,7 +357,7 @@ def verdict(p: ResourcePlan) -> str:
 
 
 def remedy(p: ResourcePlan) -> str:
-    """What to change of a layout that does not fit."""
+    """What to change in a layout that does not fit."""
     fits = {choice: longest_rows(p, choice) for choice in (False, True)}
     if not fits[True]:
         return (
@@ -367,7 +375,7 @@ def remedy(p: ResourcePlan) -> str:
 
 
 def longest_rows(p: ResourcePlan, recompute: bool) -> int:
-    """The longest rows that fit, by halving those of the plan; 0: none do."""
+    """The longest rows that fit, by halving those of the plan; 0 if none do."""
     config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
     length = config.task.seq_len
     while length >= 2:
@@ -388,7 +396,7 @@ def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
 
 
 def _drafter_table(model: DeepseekV41) -> list[str]:
-    """The drafter's parameters where the configuration has one; no layout holds it beside the model."""
+    """The drafter's parameters, if the configuration has one; no layout holds it beside the model."""
     if drafter_problems(model.config.text):
         return []
     counts = count.parameters(build_drafter(model))
@@ -430,7 +438,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned lines under a header, behind an empty line."""
+    """Aligned lines under a header, after a blank line."""
     lines = [(f"  {name}", *cells) for name, *cells in rows]
     return ["", *(_line(*line) for line in (header, *lines))]
 

@@ -1,5 +1,5 @@
-"""Training on packed documents (``task=pretrain``) or conversations (``task=sft``): from the start, from another
-checkpoint, or from where the run directory stands. The loop is ``train/loop.py``.
+"""Training on packed documents (``task=pretrain``) or conversations (``task=sft``): from scratch, from another
+checkpoint, or resuming the run directory. The loop is ``train/loop.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
 
 
 def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
-    """The closing lines: what was reached, what the model writes, where everything lies."""
+    """The closing lines: results, a sample, and the files."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     task = run.config.task
@@ -68,7 +68,7 @@ def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
 
 
 def _prompt(run: Run) -> list[int]:
-    """The tokens of ``task.sample_prompt``; for ``sft`` it is what a user says, up to where the answer begins."""
+    """The tokens of ``task.sample_prompt``; for ``sft`` it becomes a user message, up to where the answer begins."""
     task = run.config.task
     if task.kind == "sft":
         return prompt_ids(run.tokenizer, [{"role": "user", "content": task.sample_prompt}])

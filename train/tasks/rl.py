@@ -1,9 +1,9 @@
-"""``task=rl`` and ``task=distill``: collect graded responses, take a step of the policy gradient or towards the
-teachers, go on under the new policy.
+"""``task=rl`` and ``task=distill``: collect graded responses, take a step along the policy gradient or towards the
+teachers, continue under the new policy.
 
-Read ``train`` first, then ``collect.py``, ``batch.py``, ``gradient.py`` and ``distill.py``. A step here is
-``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run, with the
-state of the rollout beside them.
+Read ``train`` first, then in ``train/rl``: ``collect.py``, ``batch.py``, ``policy_gradient.py`` and ``distill.py``. A
+step is ``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run,
+with the state of the rollout stored beside them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
 
 @dataclass
 class Policy:
-    """A run with what reinforcement learning adds to it."""
+    """A run and what reinforcement learning adds to it."""
 
     run: Run
     collector: Collector  # of the training prompts
     held_out: Prompts
-    method: PolicyGradient | Teachers  # task=rl, task=distill: what of a step is trained on, and by which losses
+    method: PolicyGradient | Teachers  # task=rl, task=distill: which responses are trained on, and by which losses
     shape: Shape
 
 
@@ -85,7 +85,7 @@ def run(config: Config) -> None:
 
 
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
-    """The objects of ``config.rl``. ``reference``: the policy that the run began with, if the loss asks for it."""
+    """The objects of ``config.rl``. ``reference``: the initial policy, if the loss needs it."""
     config, settings, text = run.config, run.config.rl, run.model_config.text
     plan = SamplingPlan(
         efforts=tuple(settings.trained),
@@ -120,7 +120,7 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
 
 
 def open_rollout(run: Run) -> Rollout:
-    """What ``rl.rollout`` names: generation in this process, or servers."""
+    """The rollout that ``rl.rollout`` chooses: generation in this process, or servers."""
     settings = run.config.rl
     if settings.rollout is None:
         return LocalRollout(run.model, settings.in_flight, run.autocast)
@@ -136,8 +136,8 @@ def open_rollout(run: Run) -> Rollout:
 
 
 def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
-    """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped in the middle of
-    collecting and of evaluating.
+    """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped while collecting
+    or evaluating.
     """
     run, collector = policy.run, policy.collector
     told: set[str] = set()
@@ -168,7 +168,7 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
 def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[str, Any]:
     """One step on the graded subgroups of all processes; moves the counters and returns the step's record.
 
-    If no response teaches anything, in any process, nothing is updated.
+    If no response in any process is informative, nothing is updated.
     """
     run, settings, method = policy.run, policy.run.config.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
@@ -195,7 +195,7 @@ def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[st
 
 
 def failures(groups: list[Subgroup], told: set[str]) -> list[str]:
-    """Why reward functions gave nothing to this process's responses; ``told``: kinds of reasons to leave out."""
+    """Why reward functions failed for this process's responses; ``told``: kinds of failures already logged."""
     notes = []
     for group in groups:
         for outcome in (response.outcome for response in group.responses):
@@ -207,8 +207,8 @@ def failures(groups: list[Subgroup], told: set[str]) -> list[str]:
 
 
 def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Reward, accuracy and reasoning length under every ``rl.eval_efforts`` on held-out prompts, by the same sampling
-    as in training. Changes no state. None as soon as ``stop`` says so, in any process.
+    """Reward, accuracy and reasoning length under every effort of ``rl.eval_efforts`` on held-out prompts, sampled as
+    in training. Changes no state. None as soon as ``stop`` returns True in any process.
     """
     run, settings, trained = policy.run, policy.run.config.rl, policy.collector
     started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
@@ -226,7 +226,7 @@ def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[s
 
 
 def measures(run: Run, scored: Scored) -> dict[str, Any]:
-    """What the responses of all processes were worth: overall, by effort, and by reason where a reward was missing.
+    """Statistics of the responses of all processes: overall, by effort, and the reasons for missing rewards.
 
     accuracy: share of responses with a task reward of 1 or more. length: mean reasoning tokens. task_reward: without
     the length term.
@@ -256,7 +256,7 @@ def measures(run: Run, scored: Scored) -> dict[str, Any]:
 
 
 def save_all(policy: Policy, state: TrainerState, background: Background | None = None) -> Path:
-    """Write the run state, and before it what the rollout of every process has begun."""
+    """Write the run state, and before it the unfinished responses of every process."""
     run = policy.run
     folder = run.config.run_dir / "rollout"
     folder.mkdir(exist_ok=True)
@@ -276,8 +276,8 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
 
 
 def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
-    """The collector's state at ``state``. With another number of processes than before, what had begun is given up, and
-    the prompts go on behind the last that any process had begun.
+    """The collector's state at ``state``. If the number of processes has changed, unfinished responses are dropped, and
+    prompts continue after the last one that any process had started.
     """
     run, collector = policy.run, policy.collector
     folder = run.config.run_dir / "rollout"
@@ -286,7 +286,7 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
         path = rollout_file(folder, state.step, rank)
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # missing, cut off, or not what torch.save wrote
+        except Exception as error:  # missing, truncated, or not written by torch.save
             raise CheckpointError(
                 f"{path} cannot be read: {type(error).__name__}. It belongs to the checkpoint of step {state.step}; "
                 "delete both to continue from the one before"
@@ -298,7 +298,10 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
         return {**(read(run.world.rank)), "ranks": None}
     count = len(collector.plan.efforts)
     begun = max(-(-read(rank)["next"] // count) * before + rank for rank in range(before))
-    run.notes.append(f"responses begun by {before} processes are given up; prompts go on behind number {begun}")
+    run.notes.append(
+        f"resumed with another number of processes: unfinished responses of the old {before} are dropped, "
+        f"prompts continue at {begun}"
+    )
     return {**collector.state_dict(), "next": -(-begun // run.world.size) * count}
 
 
@@ -311,12 +314,12 @@ def _tokens(sample: Any) -> int:
 
 
 def _lag(scored: Scored, version: int) -> int:
-    """Versions that the tokens of all responses are behind the policy, summed."""
+    """Sum over the tokens of all responses of how many versions they are behind the policy."""
     return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
 
 
 def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
-    """The same sums over all processes."""
+    """These sums over all processes."""
     total: Counter[Any] = Counter()
     for other in run.world.gather(dict(sums)):
         total.update(other)
@@ -324,9 +327,7 @@ def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
 
 
 def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
-    """The sums of a step as what a reader wants: shares and means of the taught tokens. ``names``: what its objective
-    sums up.
-    """
+    """The sums of a step as shares and means over the supervised tokens. ``names``: what its objective sums."""
     taught = max(total["taught"], 1)
     return {
         **{name: int(total[name]) for name in ("subgroups", "skipped") if name in total},
@@ -337,7 +338,7 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _summarise(policy: Policy, state: TrainerState, report: RlReporter) -> None:
-    """The closing lines: every effort before and after, and where everything lies."""
+    """The closing lines: every effort before and after, and the files."""
     report.stop_bar()
     report.log(table(state.first_valid, state.last_valid))
     report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")

@@ -20,13 +20,13 @@ def sample(
     """The text that ``model`` writes after the tokens ``prompt``.
 
     Args:
-        tokens: how many new tokens at most.
-        temperature: 0 takes the likeliest token, anything above draws from softmax(logits / temperature).
-        seed: of the draw; the global random state is left alone.
+        tokens: the most new tokens.
+        temperature: 0 takes the most likely token, anything above draws from softmax(logits / temperature).
+        seed: of the draw; the global random state is not touched.
         stop: token id that ends the text early, usually the end-of-sequence id; it is not part of the text.
 
-    A model that is spread over processes must be asked by all of them. They then run equally many steps, whatever the
-    last bits of their numbers make of a token.
+    If the model is split over processes, all of them must call this. They run equally many steps, even if rounding
+    makes them draw different tokens.
     """
     spread = max(model.parallel.experts.size, model.parallel.tables.size) > 1
     ends = frozenset() if stop is None or spread else frozenset({stop})

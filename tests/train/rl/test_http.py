@@ -505,7 +505,7 @@ def test_one_more_rollout_shares_the_servers_and_nothing_else(make_server, make_
         ("rl.rollout.urls=[localhost:8000]", "must be a server's address without a path"),
         ("rl.rollout.urls=['http://a:1/v1']", "http://a:1/v1.: must be a server's address without a path"),
         ("rl.rollout.urls=['http://me:secret@a:1']", "one holds a password.*key_variable"),
-        ("rl.rollout.urls=['http://a:1','http://a:1']", "names a server twice"),
+        ("rl.rollout.urls=['http://a:1','http://a:1']", "lists a server twice"),
         ("rl.rollout.key_variable=NO_SUCH_VARIABLE", "rl.rollout.key_variable = .NO_SUCH_VARIABLE.: .*not set"),
         ("rl.rollout.update=[{path: /load, body: {}}]", "rl.rollout.update: no body holds {folder}"),
         ("rl.rollout.update=[{path: load, body: {}}]", "rl.rollout.update.0.path"),

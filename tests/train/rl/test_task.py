@@ -415,7 +415,7 @@ def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_poli
     policy.collector.load_state_dict(rl.read_rollout(policy, TrainerState(step=3)))
     numbers = [group.number for group in policy.collector.collect()]
     assert min(numbers) // 2 in (5, 6) and len(numbers) == 4
-    assert "responses begun by 2 processes are given up" in policy.run.notes[-1]
+    assert "unfinished responses of the old 2 are dropped" in policy.run.notes[-1]
 
 
 def test_state_counts_tokens_of_all_responses(make_policy) -> None:

@@ -1,8 +1,8 @@
-"""Where responses come from: one interface over generation in this process and inference servers (rollout_http.py).
+"""Where responses come from: one interface for generation in this process and for inference servers (``http.py``).
 
-A rollout takes requests at any time and works on all of them at once. The policy may change while responses are being
-written: ``update_weights`` stops them at the token they have reached, and they go on under the new policy from there,
-with the cache and the routing recorded so far. Every token carries the version of the policy that drew it.
+A rollout accepts requests at any time and works on all of them at once. The policy may change while responses are being
+written: ``update_weights`` interrupts them at the token they have reached, and they continue from there under the new
+policy, with the cache and the routing recorded so far. Every token carries the version of the policy that drew it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from model.generate import Generator, Request, Sample
 
 
 class Rollout(Protocol):
-    """What the trainer asks of a source of responses. Requests and samples: see ``model/generate.py``."""
+    """What the trainer needs from a source of responses. Requests and samples: see ``model/generate.py``."""
 
     @property
     def in_flight(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id of its sample."""
 
     def poll(self) -> list[Sample]:
-        """Samples that have finished since the last call; may be none. Work is done, or waited for, in here."""
+        """Samples that have finished since the last call, possibly none. The work, or the waiting for it, happens in
+        this call.
+        """
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        """Interrupt what is running, and let it go on under ``model``, whose tokens are of this version. Also called
-        before the first request. All processes call it together.
+        """Interrupt running responses and let them continue under ``model``, whose tokens carry this version. Also
+        called before the first request. All processes call it together.
         """
 
     def apart(self) -> Rollout:
-        """One more over the same policy, for requests that are no part of this one's state."""
+        """Another rollout over the same policy, for requests that are not part of this one's state."""
 
     def notes(self) -> list[str]:
-        """What a reader of the log should know, since the last call."""
+        """Messages for the log since the last call."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on with the unfinished requests: tensors and plain containers."""
+        """Everything needed to continue the unfinished requests: tensors and plain containers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``."""
+        """Continue from a ``state_dict``."""
 
     def close(self) -> None:
-        """Let go of what runs outside of this process."""
+        """Release what runs outside this process."""
 
 
 class LocalRollout:
-    """Generation in this process, by the model that is being trained: its weights are always the newest.
+    """Generation in this process, with the model being trained: its weights are always current.
 
     precision: context of the model's forward passes, the same as in training.
     """
@@ -70,7 +72,7 @@ class LocalRollout:
         return self.generator.submit(request)
 
     def poll(self) -> list[Sample]:
-        """One token for every running response."""
+        """Draw one token for every running response."""
         with self.precision():
             return self.generator.step()
 
@@ -101,15 +103,15 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
 
 def unpack_sample(state: dict[str, Any]) -> Sample:
-    """The sample of a ``pack_sample``."""
+    """The sample stored by ``pack_sample``."""
     plain = state["request"]
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
     return Sample(**{**state, "request": request})
 
 
 def routing_of(sample: Sample, layers: int, k: int) -> torch.Tensor:
-    """int16 [prompt + tokens, layers, k]: the experts of every position of a sample. The last token was drawn but never
-    read, so its place, and all places of a sample without recorded routing, hold -1.
+    """int16 [prompt + tokens, layers, k]: the experts at every position of a sample. -1 at the last token, which was
+    drawn but never read, and everywhere if no routing was recorded.
     """
     length = len(sample.request.prompt) + len(sample.tokens)
     routing = torch.full((length, layers, k), -1, dtype=torch.int16)

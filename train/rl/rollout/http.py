@@ -1,10 +1,10 @@
-"""Responses written by inference servers (vLLM, SGLang), while this process trains.
+"""Responses written by inference servers (vLLM, SGLang) while this process trains.
 
-Every process sends its own requests to all servers and keeps the tokens as they arrive. New weights are written by all
-processes together as a checkpoint folder, which servers and processes must see under the same path; rank 0 tells the
-servers to load it. Before that every process breaks its requests off, and afterwards asks for the rest: the prompt is
-then the old one with the tokens so far. In the same way a response that breaks off goes on at another server, and a
-resumed run goes on with the tokens that were saved. The servers drop a request whose connection is closed.
+Every process sends its own requests to all servers and keeps the tokens as they arrive. All processes together write
+new weights as a checkpoint folder, which servers and processes must see under the same path; rank 0 tells the servers
+to load it. Before that, every process interrupts its requests; afterwards it asks for the rest, with the tokens so far
+appended to the prompt. An interrupted response continues at another server in the same way, and so does a resumed run,
+with the saved tokens. Servers drop a request whose connection is closed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from train.distributed.world import World
 from train.rl.rollout.base import pack_sample, unpack_sample
 from train.rl.rollout.servers import Failure, Server, ServerError, Servers
 
-POLL_SECONDS = 0.2  # that a poll waits for a response to end
-KEEP = 2  # weights: those that are served, and those before
+POLL_SECONDS = 0.2  # how long a poll waits for a response to finish
+KEEP = 2  # versions of the weights: the served one and the one before
 NAME = re.compile(r"version-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What answers must fit: entries of the vocabulary, and the routing of a token."""
+    """What answers are checked against: size of the vocabulary, and shape of a token's routing."""
 
     vocabulary: int
     layers: int
@@ -50,8 +50,8 @@ class Limits:
 class HttpRollout:
     """A ``Rollout`` over servers. It sends nothing before the first ``update_weights``.
 
-    folder: gets a checkpoint folder for every version, of which the newest two are kept. export: writes one; called by
-    all processes of ``world`` together, as ``update_weights`` is.
+    folder: receives a checkpoint folder for every version; the newest two are kept. export: writes one; all processes
+    of ``world`` call it together, as they do ``update_weights``.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class HttpRollout:
     ):
         self.servers, self.world, self.folder, self.export, self.limits = servers, world, folder, export, limits
         self.version, self.next_id = 0, 0
-        self.samples: dict[int, Sample] = {}  # not handed over yet
-        self._sending, self._first = False, True  # the first one over these servers closes them
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the servers' thread, as are the tokens of the samples
+        self.samples: dict[int, Sample] = {}  # not yet returned by ``poll``
+        self._sending, self._first = False, True  # the first rollout over these servers closes them
+        self._tasks: dict[
+            int, asyncio.Task[None]
+        ] = {}  # belong to the servers' thread, as do the tokens of the samples
         self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
 
     @property
@@ -84,10 +86,10 @@ class HttpRollout:
         return sample.id
 
     def poll(self) -> list[Sample]:
-        """What has finished; waits a moment if nothing has.
+        """Finished samples; waits a moment if there are none.
 
         Raises:
-            ServerError: no server is left, or one does not do what is needed.
+            ServerError: no server is left, or one lacks something that is needed.
         """
         found: list[Sample] = []
         with suppress(Empty):
@@ -95,7 +97,7 @@ class HttpRollout:
             while True:
                 if isinstance(ended, BaseException):
                     raise ended
-                if ended in self.samples:  # one that ended while it was broken off is named twice
+                if ended in self.samples:  # one that finished while being interrupted is named twice
                     found.append(self.samples.pop(ended))
                 ended = self._ended.get_nowait()
         return found
@@ -106,8 +108,8 @@ class HttpRollout:
         return found
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        """Write the weights, make the servers load them, go on with what was running. Servers that do not manage it are
-        left out by all processes, those that were left out before and manage it are asked again.
+        """Write the weights, have the servers load them, continue what was running. All processes leave out servers
+        that fail to load them, and use again those that were left out before and succeed.
 
         Raises:
             ServerError: no server has loaded the weights.
@@ -170,7 +172,7 @@ class HttpRollout:
         self._tasks.clear()
 
     async def _write(self, sample: Sample) -> None:
-        """Have a sample written to its end, by one server after another if need be."""
+        """Have a sample written to its end, by one server after another if necessary."""
         try:
             failures, most = 0, (self.servers.config.retries + 1) * len(self.servers.servers)
             while sample.finish is None:
@@ -192,7 +194,7 @@ class HttpRollout:
         self._tasks.pop(sample.id, None)
 
     async def _continue(self, server: Server, sample: Sample) -> None:
-        """Take tokens from a server until it ends or breaks off."""
+        """Take tokens from a server until the response finishes or is interrupted."""
         said = None
         body = completion(sample, self.servers.config.model, self.servers.config.routing)
         async with aclosing(self.servers.complete(server, body)) as events:
@@ -210,7 +212,7 @@ class HttpRollout:
             raise self.servers.wrong(server, f"returns no routed experts. {remedy}")
 
     def _take(self, server: Server, sample: Sample, choice: Any) -> None:
-        """Add the tokens of one event. A sample ends by its own request's rules."""
+        """Add the tokens of one event. A sample finishes by the rules of its own request."""
         if not isinstance(choice, dict):
             raise self.servers.wrong(server, f"sent a choice that is no object: {str(choice)[:200]}")
         tokens, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
@@ -242,7 +244,7 @@ class HttpRollout:
             self.servers.answered(server)
 
     def _explain(self, server: Server, sample: Sample, said: str | None) -> None:
-        """Raise why a stream ended before its sample."""
+        """Raise with the reason why a stream ended before its sample was finished."""
         if said == "length":
             length = len(sample.request.prompt) + len(sample.tokens)
             raise self.servers.wrong(
@@ -256,8 +258,8 @@ class HttpRollout:
         raise Failure(f"the response was given up by the server (finish_reason {said!r})")
 
     def _routing(self, server: Server, sample: Sample, routed: Any) -> torch.Tensor:
-        """int16 [prompt + tokens - 1, layers, k] of base64 int32. It is of the last request as a whole: what other
-        policies had written before was passed again by this one.
+        """int16 [prompt + tokens - 1, layers, k] from base64 int32. It covers the last request: what earlier policies
+        had written was read again by this one.
         """
         positions = len(sample.request.prompt) + len(sample.tokens) - 1
         shape = (positions, self.limits.layers, self.limits.experts_per_token)
@@ -269,8 +271,8 @@ class HttpRollout:
 
 
 def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, Any]:
-    """The request for the rest of a sample. Where a sample goes on it draws by another seed: a server that counts its
-    draws from the beginning of a request would repeat them.
+    """The request for the rest of a sample. A continued sample uses another seed, because a server that counts its
+    draws from the start of a request would repeat them.
     """
     request, done = sample.request, len(sample.tokens)
     place = len(request.prompt) + done
@@ -281,12 +283,12 @@ def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, An
         "max_tokens": request.max_tokens - done,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "top_k": -1,  # these three undo what a server may read from generation_config.json
+        "top_k": -1,  # these three override what a server may read from generation_config.json
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "seed": int(uniform(request.seed, place) * 2**53) if done else request.seed,
         "stop_token_ids": sorted(request.stop),
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # of the drawn token only
         "return_token_ids": True,
         "stream": True,
     }

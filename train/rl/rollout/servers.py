@@ -1,9 +1,9 @@
 """Inference servers as a rollout needs them: completions as streams of tokens, and weights loaded from a folder.
 
 The servers speak the OpenAI completions API with what vLLM and SGLang add to it: token ids as prompts and in answers.
-What may pass is tried again, here or at another server: no connection, silence, a connection that breaks, 408, 425,
-429, 5xx. A server that has failed so often in a row is left out until it has loaded the next weights. What a server
-refuses (any other status), or answers wrongly, would come out the same again: it ends the run, with a message.
+Transient failures (no connection, silence, a broken connection, 408, 425, 429, 5xx) are retried, here or at another
+server. A server that fails too often in a row is left out until it has loaded the next weights. Permanent errors (any
+other status, a malformed answer) end the run with a message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from pydantic.dataclasses import dataclass
 from train.config.strict import STRICT
 from train.errors import InputError
 
-PASSING = (408, 425, 429)  # and 5xx: the same request may succeed later
-LONGEST_WAIT = 60.0  # seconds that a server may ask to be left alone, and that waits grow to
+PASSING = (408, 425, 429)  # transient, like 5xx: the same request may succeed later
+LONGEST_WAIT = 60.0  # seconds: the longest wait between attempts, also if a server asks for more
 
 
 @dataclass(config=STRICT, frozen=True)
 class Call:
-    """A POST to a server. ``{folder}`` and ``{version}`` in the values of ``body`` are those of the weights."""
+    """A POST to a server. ``{folder}`` and ``{version}`` in the values of ``body`` are replaced by those of the
+    weights.
+    """
 
     path: Annotated[str, Field(pattern="^/")]
     body: dict[str, Any]
@@ -42,29 +44,29 @@ class Call:
 
 @dataclass(config=STRICT, frozen=True)
 class ServersConfig:
-    """Which servers write responses, how they load weights, and how long they are waited for."""
+    """Which servers write responses, how they load weights, and how long to wait for them."""
 
     urls: Annotated[list[str], Field(min_length=1)]  # http://host:port of each
-    model: str | None  # the name they serve the model by; null: requests name none
+    model: str | None  # the name under which they serve the model; null: requests name none
     key_variable: str | None  # the environment variable that holds their API key
-    format: Literal["plain", "released"]  # of the weights they are given: in the model's own precision, or quantised
-    update: Annotated[list[Call], Field(min_length=1)]  # what makes a server load weights, in this order
-    version: str | None  # where GET tells the `weight_version` that is served; null: the calls are trusted
-    routing: bool  # ask for the experts of every position, for routing replay (SGLang)
+    format: Literal["plain", "released"]  # of the weights they load: in the model's own precision, or quantised
+    update: Annotated[list[Call], Field(min_length=1)]  # the calls that make a server load weights, in this order
+    version: str | None  # path whose GET returns the served `weight_version`; null: not checked
+    routing: bool  # request the experts of every position, for routing replay (SGLang)
     connect_seconds: PositiveFloat
-    silence_seconds: PositiveFloat  # without a token, which includes waiting for a turn at the server
-    update_seconds: PositiveFloat  # of a call of `update`
-    retries: NonNegativeInt  # further attempts in a row before a server is left out
-    backoff_seconds: NonNegativeFloat  # before the first further attempt; it doubles with each
+    silence_seconds: PositiveFloat  # without a token, including time in the server's queue
+    update_seconds: PositiveFloat  # time limit of one call of `update`
+    retries: NonNegativeInt  # consecutive retries before a server is left out
+    backoff_seconds: NonNegativeFloat  # before the first retry; doubles with each
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings beside their types."""
+        """What is wrong with these settings apart from their types."""
         for url in self.urls:
             rule = _wrong(url)
             if rule:
                 yield f"urls: {rule}"
         if len(set(self.urls)) < len(self.urls):
-            yield f"urls = {self.urls}: names a server twice. Name each once"
+            yield f"urls = {self.urls}: lists a server twice. List each once"
         if not any("{folder}" in json.dumps(call.body) for call in self.update):
             yield "update: no body holds {folder}, so no server learns where the weights are. Put it in one"
         if self.key_variable is not None and not os.environ.get(self.key_variable):
@@ -87,11 +89,11 @@ def _wrong(url: str) -> str | None:
 
 
 class ServerError(InputError):
-    """No server can answer, or one does not do what is needed."""
+    """No server can answer, or one lacks something that is needed."""
 
 
 class Failure(Exception):
-    """One attempt failed in a way that may pass. after: seconds that the server asks to be left alone."""
+    """A transient failure of one attempt. after: seconds that the server asks to wait."""
 
     def __init__(self, reason: str, after: float = 0.0):
         super().__init__(reason)
@@ -101,8 +103,8 @@ class Failure(Exception):
 class Server:
     """What is known about one server.
 
-    alive: it answers, and has the current weights. noted: the log says that it does not. running: requests it works on.
-    failures: in a row, with the reason of the last and the time from which it may be asked again.
+    alive: it answers and has the current weights. noted: the log already says that it does not. running: requests it
+    works on. failures: how many in a row, with the last reason and the time from which it may be asked again.
     """
 
     def __init__(self, url: str):
@@ -112,14 +114,14 @@ class Server:
 
 
 class Servers:
-    """The servers as this process sees them. Everything that waits for them runs in a thread of its own: ``start`` or
-    ``run`` a coroutine there. All other methods are for that thread.
+    """The servers as this process sees them. Everything that waits for them runs in a separate thread: ``start`` or
+    ``run`` a coroutine there. All other methods belong to that thread.
     """
 
     def __init__(self, config: ServersConfig):
         self.config = config
         self.servers = [Server(url) for url in config.urls]
-        self.notes: list[str] = []  # what a reader of the log should know
+        self.notes: list[str] = []  # messages for the log
         self._key = os.environ[config.key_variable] if config.key_variable else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
@@ -141,7 +143,7 @@ class Servers:
 
     async def _open(self) -> httpx2.AsyncClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # A connection is as long as an answer; a kept one could be closed by the server just when it is used again.
+        # One connection for each answer: the server could close a kept one just when it is used again.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = self._timeout(self.config.silence_seconds)
         return httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
@@ -157,7 +159,7 @@ class Servers:
         await self._client.aclose()
 
     async def pick(self) -> Server:
-        """The least busy server, once one may be asked. Raises ``ServerError`` if none is left."""
+        """The least busy server, as soon as one may be asked. Raises ``ServerError`` if none is left."""
         while True:
             alive = [server for server in self.servers if server.alive]
             if not alive:
@@ -174,8 +176,8 @@ class Servers:
         return ServerError(f"rl.rollout.urls: no server is left:{lines}\n{remedy}")
 
     def failed(self, server: Server, started: float, failure: Failure) -> None:
-        """Note a failed attempt that began at ``started``, and leave the server out if it was one too many."""
-        if started < server.failed_at:  # requests at one server fail together: this is the failure already counted
+        """Record a failed attempt that began at ``started``; leave the server out if it was one too many."""
+        if started < server.failed_at:  # requests at one server fail together; this failure is already counted
             return
         server.failures, server.failed_at = server.failures + 1, time.monotonic()
         server.reason = str(failure)
@@ -194,7 +196,7 @@ class Servers:
         server.noted = True
 
     def take_back(self, server: Server) -> None:
-        """The server has the current weights."""
+        """The server has the current weights again."""
         if server.noted:
             self.notes.append(f"server {server.url} is back")
         server.alive, server.noted, server.failures, server.ready_at = True, False, 0, 0.0
@@ -203,8 +205,8 @@ class Servers:
         """The events of a streamed completion.
 
         Raises:
-            Failure: it could not be had, or broke off.
-            ServerError: it was refused, or is no such stream.
+            Failure: it could not be obtained, or was interrupted.
+            ServerError: it was refused, or the answer is not such a stream.
         """
         url = f"{server.url}/v1/completions"
         with self._attempt():
@@ -223,11 +225,11 @@ class Servers:
         raise Failure("the connection ended in the middle of a response")
 
     def wrong(self, server: Server, what: str) -> ServerError:
-        """What a server does wrong, as an error."""
+        """An error that says what a server does wrong."""
         return ServerError(f"server {server.url} {self._clean(what)}")
 
     async def load(self, folder: Path, version: int) -> dict[str, str | None]:
-        """Make all servers load the weights in ``folder``, also those that were left out; by url what went wrong."""
+        """Have all servers load the weights in ``folder``, including those left out; returns the errors by URL."""
         results = await asyncio.gather(*(self._load(server, folder, version) for server in self.servers))
         return {server.url: result for server, result in zip(self.servers, results, strict=True)}
 
@@ -258,7 +260,7 @@ class Servers:
             raise self.wrong(server, f"{rule} (weight_version at {self.config.version})")
 
     async def _asked(self, server: Server, method: str, path: str, **options: Any) -> Any:
-        """The JSON of a whole answer; None if it is no JSON."""
+        """The JSON of a complete answer; None if it is not JSON."""
         options["timeout"] = self._timeout(self.config.update_seconds)
         with self._attempt():
             async with self._client.stream(method, server.url + path, **options) as response:
@@ -271,7 +273,7 @@ class Servers:
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Around a request: what the network does to it is a ``Failure``."""
+        """Around a request: turns network errors into a ``Failure``."""
         try:
             yield
         except httpx2.TimeoutException as error:
@@ -280,7 +282,7 @@ class Servers:
             raise Failure(self._clean(f"{type(error).__name__}: {error}")) from error
 
     async def _check(self, server: Server, response: httpx2.Response) -> None:
-        """Raise what a status other than 200 means."""
+        """Raise the error for a status other than 200."""
         status = response.status_code
         if status == 200:
             return
@@ -289,7 +291,7 @@ class Servers:
         self._refuse(server, status, said, _seconds(response.headers.get("Retry-After")))
 
     def _event(self, server: Server, data: bytes) -> dict[str, Any]:
-        """What an event holds; errors that come after the status are raised."""
+        """The content of an event; errors that arrive after the status are raised."""
         try:
             event = json.loads(data)
         except ValueError:
@@ -316,12 +318,12 @@ class Servers:
         raise self.wrong(server, f"refuses: {said}{remedy}")
 
     def _clean(self, text: str) -> str:
-        """Without the key, which a server may repeat."""
+        """The text without the key, which a server may repeat."""
         return text.replace(self._key, "***") if self._key else text
 
 
 async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Complete lines of any length, without their ends."""
+    """Complete lines of any length, without line ends."""
     parts: list[bytes] = []
     async for block in blocks:
         first, *others = block.split(b"\n")
@@ -332,7 +334,7 @@ async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _filled(value: Any, folder: Path, version: int) -> Any:
-    """``value`` with its placeholders filled in."""
+    """``value`` with its placeholders replaced."""
     if isinstance(value, dict):
         return {key: _filled(item, folder, version) for key, item in value.items()}
     if isinstance(value, list):
@@ -343,7 +345,7 @@ def _filled(value: Any, folder: Path, version: int) -> Any:
 
 
 def _seconds(text: str | None) -> float:
-    """A Retry-After in seconds; a date counts as none."""
+    """A Retry-After in seconds; a date counts as 0."""
     try:
         return max(float(text), 0.0) if text else 0.0
     except ValueError:
