@@ -4,9 +4,9 @@
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
-Weights are read and written by checkpoint.py, so folders are in the released layout and names: plain, bf16 or
-quantised. The loss is the language-model loss alone: balance and indexer losses belong to this project's own trainer,
-and with `Trainer` the indexers keep their weights. Nothing else in `model/` imports transformers.
+Weights are read and written by `model/checkpoint`, so folders are in the released layout and names: plain, bf16 or
+quantised. Under `Trainer` and TRL's trainers the whole method trains (`training_losses="full"`): see
+`DeepseekV41ForCausalLM.training_losses`. Nothing else in `model/` imports transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +25,15 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.integrations import deepspeed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
-from model.backbone import DeepseekV41
+from model.backbone import BackboneOutput, DeepseekV41
 from model.build import build_model
 from model.cache.pages import Cache
 from model.cache.step import Step
@@ -39,6 +43,8 @@ from model.checkpoint.released import INDEX, is_quantised
 from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
 from model.engram import build_token_map
+from model.layout import SequenceLayout
+from model.training_losses import count_denominators, training_losses
 
 PREFILL_TOKENS = 4096  # prompt tokens of one pass
 _OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}
@@ -119,11 +125,30 @@ class DeepseekV41Output(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
+@dataclass
+class DeepseekV41HiddenStates(ModelOutput):
+    """last_hidden_state [B, S, d]: after the final norm, for the head."""
+
+    last_hidden_state: Tensor | None = None
+
+
 class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     """The V4.1 model behind transformers' interface; `model` is the `DeepseekV41` itself.
 
     A model with Engram layers needs its tokenizer (token ids are compressed by their text): `from_pretrained` finds it
     in the folder, a new model is given one.
+
+    Attributes:
+        training_losses: what is trained in training mode. "full": beside the loss that is asked for also the indexers'
+            loss and the balance loss (weights: `model.loss_weights`), and after every step of an optimizer that holds
+            the model's parameters its router biases follow the load of the whole step, over all processes. "lm": only
+            the loss that is asked for; indexers and router biases stay.
+        router_bias_rate: step of the router biases.
+
+    The added losses are means over a micro-batch. With labels they are weighed by its share of the step's targets, as
+    `num_items_in_batch` tells, so that micro-batches and processes add up. Without (trainers that compute their loss
+    from logits or hidden states) they reach the gradient only, not the loss that is reported, and count one over the
+    number of forward passes that the step before had.
     """
 
     config_class = DeepseekV41Config
@@ -145,6 +170,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if model is None:
             model = _new_model(config.to_model_config(), runtime, tokenizer)
         self.model = model
+        self.training_losses: Literal["full", "lm"] = "full"
+        self.router_bias_rate = 1e-3
+        self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens of each expert since the last step
+        self._passes, self._passes_of_step = 0, 1  # forward passes since the last step, and of the last step
         self.companions: dict[str, bytes] = {}  # small files of the folder that it came from, written back with it
         if tokenizer is not None:
             backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -167,13 +196,15 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         torch_dtype: torch.dtype | str | None = None,
         device_map: Any = None,
         runtime: ForwardOptions | None = None,
+        training_losses: Literal["full", "lm"] = "full",
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
         """A model in evaluation mode from a folder in the released layout, or from the hub.
 
         dtype: of the matrices; None or "auto" is what the folder holds (quantised weights become bf16). device_map:
-        one device, also as {"": device} or "auto". config: in place of the folder's, with the same sizes. Raises what
-        `model.load_pretrained` raises, and TypeError for an option that has no meaning here.
+        one device, also as {"": device} or "auto". training_losses: see the class. config: in place of the folder's,
+        with the same sizes. Raises what `model.load_pretrained` raises, and TypeError for an option that has no meaning
+        here.
         """
         folder = _local(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
@@ -186,6 +217,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
         config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
         model = cls(config, core)
+        model.training_losses = training_losses
         model.companions = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
         if "generation_config.json" in model.companions:
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -247,30 +279,28 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         decoding: Decoding | None = None,
+        use_cache: bool | None = None,
         **others: Any,
     ) -> DeepseekV41Output | tuple:
         """Inputs as for `DeepseekV41.forward`; padding may stand left or right.
 
         labels int64 [B, S] are not shifted, -100 is ignored. The loss is a mean over targets, or their sum divided by
-        `num_items_in_batch` (targets of all micro-batches of a step, which then add up). position_ids that begin at 0
-        several times in a row layout documents. decoding: see there.
+        `num_items_in_batch` (targets of all micro-batches of a step, which then add up); in training mode
+        `training_losses` may add to it. position_ids that begin at 0 several times in a row layout documents.
+        decoding: see there. use_cache has no effect: a forward pass of whole sequences keeps nothing.
         """
-        for name in ("inputs_embeds", "past_key_values", "cache"):
-            if others.get(name) is not None:
-                raise ValueError(f"{name}: not supported; give whole sequences as input_ids")
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
-        if position_ids is not None and seq_lens is None:
-            seq_lens = _documents(position_ids, attention_mask)
-        batch = dict(input_ids=input_ids, attention_mask=attention_mask, vision_token_types=vision_token_types)
-        if seq_lens is not None:
-            batch |= dict(attention_mask=None, seq_lens=seq_lens)
+        batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
+        images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         want_streams = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if self._trains_fully():
+            result = self._training_pass(batch, images, labels, num_items_in_batch, logits_to_keep, bool(want_streams))
+            return result.to_tuple() if return_dict is False else result
         out = self.model(
             **batch,
+            **images,
             labels=labels,
-            pixel_values=pixel_values,
-            image_grid_hws=image_grid_hws,
             output_hidden_states=bool(want_streams),
             logits_to_keep=logits_to_keep,
         )
@@ -279,6 +309,103 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             loss = loss * self.model.loss_denominators(**batch, labels=labels).supervised / num_items_in_batch
         result = DeepseekV41Output(loss=loss, logits=out.logits, hidden_states=out.hidden_states)
         return result.to_tuple() if return_dict is False else result
+
+    @property
+    def base_model(self) -> Backbone:
+        """The model without its head, as trainers call it that have a head of their own (TRL's)."""
+        return Backbone(self)
+
+    # Training
+
+    def _trains_fully(self) -> bool:
+        """Whether this pass is one of training by the whole method. Raises ValueError under a trainer that does what
+        the model would not notice."""
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
+            raise ValueError("neftune_noise_alpha: not supported: no noise is added to this model's embeddings")
+        if self.training_losses == "lm":
+            return False
+        if deepspeed.deepspeed_config() is not None or any(type(p).__name__ == "DTensor" for p in self.parameters()):
+            raise ValueError(
+                "training_losses='full' needs whole parameters and their own optimizer, not DeepSpeed's or FSDP's; "
+                "train with several processes by DDP or by this project's `python -m train`, or set "
+                "model.training_losses = 'lm'"
+            )
+        return True
+
+    def _training_pass(
+        self,
+        batch: dict[str, Any],
+        images: dict[str, Any],
+        labels: Tensor | None,
+        num_items: Tensor | int | None,
+        logits_to_keep: int,
+        keep_streams: bool,
+    ) -> DeepseekV41Output:
+        """Logits, and with labels the loss with what `training_losses` adds."""
+        layout, trace, added = self._pass(batch, images, labels, keep_streams)
+        streams = tuple(layout.unflatten(s) for s in trace.streams) if keep_streams else None
+        logits = self.model.head(trace.hidden)
+        if labels is None:
+            logits = _AddToGradient.apply(logits, added / self._passes_of_step)
+            return DeepseekV41Output(logits=layout.unflatten(logits)[:, -logits_to_keep:], hidden_states=streams)
+        targets = self.model._targets(labels, layout)
+        count = (targets >= 0).sum()
+        total = count.clamp(min=1) if num_items is None else num_items
+        loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
+        share = 1 if num_items is None else count / num_items
+        logits = layout.unflatten(logits.detach())[:, -logits_to_keep:]
+        return DeepseekV41Output(loss=loss + added * share, logits=logits, hidden_states=streams)
+
+    def _pass(
+        self, batch: dict[str, Any], images: dict[str, Any], labels: Tensor | None, keep_streams: bool = False
+    ) -> tuple[SequenceLayout, BackboneOutput, Tensor]:
+        """A pass of training: the layout, what the backbone gave, and the weighted losses that are added, 0-d. Indexers
+        learn from the supervised tokens; without labels from all.
+        """
+        model, types = self.model, batch["vision_token_types"]
+        layout = model._build_layout(
+            batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types, None
+        )
+        trace = model.run_backbone(batch["input_ids"], layout, *images.values(), types, keep_streams=keep_streams)
+        if labels is None:
+            supervised = torch.ones(layout.tokens, dtype=torch.bool, device=trace.hidden.device)
+        else:
+            supervised = model._targets(labels, layout) >= 0
+        indexed = any(p.requires_grad for name, p in model.named_parameters() if ".indexer." in name)
+        losses = training_losses(
+            torch.zeros((), device=trace.hidden.device),
+            supervised,
+            [block.routing for block in trace.blocks],
+            [(trace.blocks[source].indexer_loss_inputs, mass) for source, mass in trace.attention_mass.items()],
+            layout,
+            model.loss_weights,
+            count_denominators(model.config.text, layout, supervised),
+            model.runtime.train_indexer and indexed,
+        )
+        self._load = losses.expert_load if self._load is None else self._load + losses.expert_load
+        self._passes += 1
+        _TRAINED.add(self)
+        return layout, trace, losses.total
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        """What follows a step of the model's optimizer: router biases move against the load, where routers are trained.
+        All processes call it.
+        """
+        load, self._load = self._load, None
+        self._passes, self._passes_of_step = 0, max(1, self._passes)
+        if load is None:
+            return
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(load)
+        for layer, counts in zip(self.model.layers, load, strict=True):
+            gate = layer.ffn.gate
+            if gate.weight.requires_grad:
+                for bias, tokens in zip((gate.bias, gate.bias_vl), counts, strict=True):
+                    # The rule of the optimizer package: sign(mean - load), in whole numbers.
+                    bias += self.router_bias_rate * torch.sign(tokens.sum() - tokens * len(tokens)).to(bias.dtype)
 
     def prepare_inputs_for_generation(
         self,
@@ -343,6 +470,67 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, on: bool) -> None:
         self.model.runtime = replace(self.model.runtime, recompute=on)
+
+
+class Backbone:
+    """The model of a `DeepseekV41ForCausalLM` without its head; for everything else it stands for the `DeepseekV41`."""
+
+    def __init__(self, owner: DeepseekV41ForCausalLM):
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner.model, name)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        **others: Any,
+    ) -> DeepseekV41HiddenStates:
+        """Inputs as for `DeepseekV41ForCausalLM.forward`, whose training it takes part in."""
+        owner, model = self._owner, self._owner.model
+        batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
+        images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
+        if owner._trains_fully():
+            layout, trace, added = owner._pass(batch, images, None)
+            hidden = _AddToGradient.apply(trace.hidden, added / owner._passes_of_step)
+        else:
+            mask, types = batch["attention_mask"], vision_token_types
+            layout = model._build_layout(input_ids, None, mask, batch.get("seq_lens"), types, None)
+            hidden = model.run_backbone(input_ids, layout, *images.values(), types).hidden
+        return DeepseekV41HiddenStates(last_hidden_state=layout.unflatten(hidden))
+
+
+class _AddToGradient(torch.autograd.Function):
+    """The first argument as it is; whatever is computed from it, the second's gradient is added to the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, added: Tensor) -> Tensor:
+        ctx.save_for_backward(added)
+        return passed.view_as(passed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
+_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = weakref.WeakSet()  # models that have had a pass of training
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """transformers takes callbacks only from those who write a training script; this follows every optimizer's step."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model in list(_TRAINED):
+        if any(id(p) in held for p in model.parameters()):
+            model._after_step()
+
+
+register_optimizer_step_post_hook(_after_any_step)
 
 
 class Decoding:
@@ -463,6 +651,24 @@ def _new_model(config: ModelConfig, runtime: ForwardOptions | None, tokenizer: A
     return build_model(config, runtime, token_map, torch.initial_seed() % 2**31, dtype=torch.get_default_dtype())
 
 
+def _batch(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_lens: Tensor | None,
+    vision_token_types: Tensor | None,
+    others: dict[str, Any],
+) -> dict[str, Any]:
+    """The inputs of the model's own passes. Raises ValueError for one of `others` that it does not have."""
+    for name in ("inputs_embeds", "past_key_values", "cache", "output_router_logits", "shift_labels"):
+        if others.get(name) is not None and others[name] is not False:
+            raise ValueError(f"{name}: not supported; give whole sequences as input_ids, and labels")
+    if position_ids is not None and seq_lens is None:
+        seq_lens = _documents(position_ids, attention_mask)
+    batch = dict(input_ids=input_ids, attention_mask=attention_mask, vision_token_types=vision_token_types)
+    return batch if seq_lens is None else batch | dict(attention_mask=None, seq_lens=seq_lens)
+
+
 def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     """seq_lens int64 [B, documents] that position_ids imply; None if each row is one document, as a mask says."""
     if attention_mask is not None:
@@ -488,6 +694,7 @@ def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], pref
         state[f"model.{name}"] = tensor
 
 
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DeepseekV41ForCausalLM"  # Trainer's label smoothing shifts for these
 AutoConfig.register(MODEL_TYPE, DeepseekV41Config, exist_ok=True)
 AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
 AutoTokenizer.register(DeepseekV41Config, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

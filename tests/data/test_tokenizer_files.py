@@ -9,7 +9,9 @@ from data.chat.prompt import prompt_ids
 from data.chat.read import read_conversation
 from data.chat.render import documents
 from data.document import Control
+from data.errors import BadRecordPolicy
 from data.tokenizer_files import CONFIG, TEMPLATE, tokenizer_files
+from data.tokens import Encoder
 from tests.data.chat.records import EFFORT, TOOL, assistant, call, result, user
 
 transformers = pytest.importorskip("transformers")
@@ -102,3 +104,50 @@ def test_text_arguments_are_refused_by_the_template(exported) -> None:
     messages = [user("a"), assistant("", tool_calls=[call("1", '{"a": 1}')]), result("1", "x")]
     with pytest.raises(Exception, match="must be a mapping"):
         theirs.apply_chat_template(messages, tokenize=False)
+
+
+MASKED = {
+    "chat": dict(messages=[user("a"), assistant("b"), user("c"), assistant("d")]),
+    "system and weight": dict(
+        messages=[{"role": "system", "content": "s"}, user("a"), assistant("b", weight=0), user("c"), assistant("d")]
+    ),
+    "thinking": dict(messages=[user("a"), assistant("b", "because")], thinking=True),
+    "calls without ids": dict(
+        messages=[
+            user("a"),
+            assistant("b", "why", tool_calls=[{"function": {"name": "weather", "arguments": {"days": 3}}}]),
+            {"role": "tool", "name": "weather", "content": "sun"},
+            assistant("Sunny."),
+        ],
+        thinking=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_the_assistant_mask_is_what_fine_tuning_supervises(exported, case: str) -> None:
+    """Qwen3 1522, transformers 34172."""
+    ours, theirs, _ = exported
+    record = MASKED[case]
+    (document,) = documents(read_conversation(record, "f", 1), "f", 1)
+    encoder = Encoder(ours, 1000, None, count_bytes=False, conversations=True)
+    (encoded,) = encoder.encode([document], BadRecordPolicy("stop"))
+    options = {key: value for key, value in record.items() if key != "messages"}
+    found = theirs.apply_chat_template(
+        record["messages"], return_assistant_tokens_mask=True, return_dict=True, **options
+    )
+    if case != "calls without ids":  # without a token of its own, the markup is split with its neighbours
+        assert found["input_ids"] == encoded.ids.tolist()
+        assert found["assistant_masks"] == encoded.loss_mask.astype(int).tolist()
+    supervised = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    expected = encoded.ids[encoded.loss_mask].tolist()
+    assert ours.decode(supervised, skip_special_tokens=False) == ours.decode(expected, skip_special_tokens=False)
+
+
+def test_a_rendered_conversation_already_begins_with_bos(exported) -> None:
+    """DeepSeek-R1 151, OpenRLHF 393: encoding it as a text would add a second one."""
+    _, theirs, _ = exported
+    text = theirs.apply_chat_template([user("a")], tokenize=False)
+    direct = theirs.apply_chat_template([user("a")], return_dict=False)
+    assert theirs(text, add_special_tokens=False).input_ids == direct and direct.count(theirs.bos_token_id) == 1
+    assert theirs(text).input_ids == [theirs.bos_token_id, *direct], "as docs/interop.md says"

@@ -346,10 +346,11 @@ def copy_of(tiny: DeepseekV41ForCausalLM) -> DeepseekV41ForCausalLM:
 
 @pytest.mark.slow
 def test_trainers_accumulation_is_exact(tiny, tmp_path) -> None:
-    """One step of 8 rows, as 4 micro-batches and as one."""
+    """One step of 8 rows with unequal numbers of targets, as 4 micro-batches and as one."""
     results = []
     for size in (2, 8):
         model = copy_of(tiny)
+        model.training_losses = "lm"
         trained(model, tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=1)
         results.append({name: p.detach() for name, p in model.named_parameters()})
     start = {name: p.detach() for name, p in copy_of(tiny).named_parameters()}
@@ -426,3 +427,130 @@ def test_an_adapter_of_the_trainer_goes_onto_the_transformers_model(no_rounding,
     after = PeftModel.from_pretrained(tiny, tmp_path / "adapter")(input_ids=ids).logits
     assert (after - core(input_ids=ids).logits).abs().max() < 1e-5
     assert (after - before).abs().max() > 0.1
+
+
+# The whole method under trainers of others
+
+
+def whole_step(core, ids, labels):
+    """The gradients and the expert load of the model's own losses, as `python -m train` computes them."""
+    denominators = core.loss_denominators(input_ids=ids, labels=labels)
+    losses = core.losses(input_ids=ids, labels=labels, denominators=denominators)
+    losses.total.backward()
+    gradients = {name: p.grad.clone() for name, p in core.named_parameters() if p.grad is not None}
+    core.zero_grad()
+    return losses, gradients
+
+
+def test_a_pass_of_training_has_the_losses_and_gradients_of_python_m_train(tiny) -> None:
+    ids, labels = tokens(3, 24), tokens(3, 24)
+    labels[1, :9] = -100
+    losses, expected = whole_step(tiny.model, ids, labels)
+    tiny.train()
+    out = tiny(input_ids=ids, labels=labels, use_cache=False)
+    out.loss.backward()
+    assert abs(out.loss.item() - losses.total.item()) < 1e-6
+    found = {name: p.grad for name, p in tiny.model.named_parameters() if p.grad is not None}
+    assert any(".indexer." in name for name in expected)
+    assert_same(found, expected, 1e-4)  # sums of other shapes: the logits of every token at once
+    assert torch.equal(tiny._load, losses.expert_load)
+    tiny.zero_grad()
+    tiny.training_losses = "lm"
+    tiny(input_ids=ids, labels=labels).loss.backward()
+    assert all(p.grad is None or not p.grad.any() for name, p in tiny.named_parameters() if ".indexer." in name)
+
+
+def test_micro_batches_of_the_whole_method_add_up(tiny, no_rounding) -> None:  # noqa: F811
+    """Rows with equal numbers of tokens and targets: then weighing by targets is exact for every loss."""
+    ids = tokens(4, 24)
+    losses, expected = whole_step(tiny.model, ids, ids)
+    tiny.train()
+    count, total = 4 * 23, 0.0
+    for rows in (slice(0, 1), slice(1, 4)):
+        loss = tiny(input_ids=ids[rows], labels=ids[rows], num_items_in_batch=count).loss
+        loss.backward()
+        total += loss.item()
+    assert abs(total - losses.total.item()) < 1e-5
+    assert_same({name: p.grad for name, p in tiny.model.named_parameters() if p.grad is not None}, expected, 1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_router_biases_follow_the_load_of_a_step_counted_once(tiny, recompute: bool) -> None:
+    from optim import update_router_biases_
+
+    ids = tokens(4, 24)
+    losses, _ = whole_step(tiny.model, ids, ids)
+    expected = [(bias.clone(), bias_vl.clone()) for bias, bias_vl in tiny.model.router_biases()]
+    update_router_biases_(expected, losses.expert_load, 1e-3)
+    tiny.train()
+    if recompute:
+        tiny.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.0)
+    for rows in (slice(0, 1), slice(1, 4)):
+        tiny(input_ids=ids[rows], labels=ids[rows]).loss.backward()
+    with torch.no_grad():
+        tiny(input_ids=ids, labels=ids)  # a pass without gradients is no training
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()  # nor is another model's step this one's
+    before = [bias.clone() for bias, _ in tiny.model.router_biases()]
+    optimizer.step()
+    for (bias, bias_vl), (wanted, wanted_vl), old in zip(tiny.model.router_biases(), expected, before, strict=True):
+        assert torch.equal(bias, wanted) and torch.equal(bias_vl, wanted_vl) and not torch.equal(bias, old)
+    optimizer.step()
+    assert torch.equal(tiny.model.router_biases()[0][0], expected[0][0]), "nothing new was routed"
+    for layer in tiny.model.layers:
+        layer.ffn.gate.weight.requires_grad_(False)
+    tiny(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert torch.equal(tiny.model.router_biases()[0][0], expected[0][0]), "a router that is not trained stays as it is"
+
+
+def test_a_loss_on_logits_or_hidden_states_trains_indexers_too(tiny) -> None:
+    """As DPO, GRPO and TRL's own head compute it; every token counts, a pass as a part of its step."""
+    ids = tokens(2, 24)
+    tiny.train()
+    tiny.router_bias_rate = 0.0  # the steps are to be compared
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.0)
+    gradients = []
+    for passes in (1, 2, 2):
+        for _ in range(passes):
+            if passes == 1:
+                out = tiny(input_ids=ids).logits
+            else:
+                out = tiny.model.head(tiny.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            assert out.shape == (2, 24, 61)
+            (out[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean() * (-1 / passes)).backward()
+        gradients.append({n: p.grad.clone() for n, p in tiny.model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        tiny.zero_grad()
+    _, expected = whole_step(tiny.model, ids, ids)
+    indexer = [name for name in expected if ".indexer." in name]
+    lm = {name: gradient for name, gradient in expected.items() if name not in indexer}
+    assert indexer and all(gradients[0][name].abs().max() > 0 for name in indexer)
+    assert_same({name: gradients[0][name] for name in lm}, lm, 1e-3)  # but for the balance loss of the last tokens
+    assert_same(gradients[2], gradients[0], 1e-5)
+    tiny.eval()
+    with torch.no_grad():
+        hidden = tiny.base_model(input_ids=ids).last_hidden_state
+        assert torch.equal(tiny.model.head(hidden), tiny(input_ids=ids).logits)
+
+
+def test_label_smoothing_is_of_the_next_token(tiny, tmp_path) -> None:
+    """transformers 17960, 27161: for a class that it does not know Trainer smooths the loss of the same token."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    trainer = Trainer(tiny, arguments, train_dataset=Rows(4))
+    ids = tokens(2, 16)
+    loss = trainer.compute_loss(tiny.train(), {"input_ids": ids, "labels": ids.clone()})
+    logits = tiny.eval()(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    right = -logits.gather(-1, ids[:, 1:, None]).mean()
+    expected = 0.9 * right - 0.1 * logits.mean()
+    assert isinstance(trainer.label_smoother, LabelSmoother) and abs(loss - expected) < 1e-5
+
+
+def test_noise_on_embeddings_and_sharded_parameters_are_refused(tiny, tmp_path) -> None:
+    options = dict(per_device_train_batch_size=2, max_steps=1)
+    with pytest.raises(ValueError, match="neftune_noise_alpha: not supported"):
+        trained(tiny, tmp_path, neftune_noise_alpha=5.0, **options)
+    with pytest.raises(ValueError, match="output_router_logits: not supported"):
+        tiny(input_ids=tokens(1, 8), output_router_logits=True)
