@@ -88,6 +88,7 @@ class DeepseekV41Config(PreTrainedConfig):
     model_type = MODEL_TYPE
     sub_configs = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}
     keys_to_ignore_at_inference = ["hidden_states"]
+    auto_map = {}  # there is no code in the folder; TRL asks for it
 
     def __init__(self, text_config: Any = None, vision_config: Any = None, **rest: Any):
         sections = {"text_config": text_config, "vision_config": vision_config}
