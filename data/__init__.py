@@ -13,6 +13,7 @@ file imports only from those before it:
     packing, windows            which document goes into which row; rows in a shuffled order
     collate, loader             rows to tensors; batches, with a position to resume from
     build                       all of it put together
+    check                       what the data hold, for people: counts, lengths, refusals, samples
     tokenizer_files, examples   files that go beside an exported tokenizer; conversations to try fine-tuning on
 
 What is exported here is imported when it is first asked for, so that reading settings loads no torch.

@@ -33,7 +33,7 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     loses this property. To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a
     file that is missing or not a tokenizer, ValueError listing every problem of the configuration.
     """
-    _refuse(cfg.problems())
+    refuse(cfg.problems())
     if cfg.tokenizer != "train":
         return read_tokenizer(Path(cfg.tokenizer).expanduser())
     source, _ = open_sources(dataclasses.replace(cfg, source=SOURCES[cfg.source].tokenizer_source or cfg.source))
@@ -64,7 +64,7 @@ def build_loaders(
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.
     """
-    _refuse(cfg.problems() + _argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
+    refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
     kind, special = SOURCES[cfg.source], special_ids(tokenizer)
     # Conversations may have images if model and tokenizer support them; otherwise each one with an image is refused.
     with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
@@ -92,12 +92,13 @@ def build_loaders(
     return train, ValidationLoader(held_out, collator, batch_size, rank, world_size, cfg.validation_rows)
 
 
-def _refuse(problems: list[str]) -> None:
+def refuse(problems: list[str]) -> None:
+    """Raise ValueError listing the problems, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _argument_problems(
+def argument_problems(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     seq_len: int,

@@ -16,7 +16,7 @@ from train.config import schema
 from train.distributed.failure_detector import LOST, RankLost
 from train.distributed.world import LAUNCHERS, run_to_the_end
 from train.errors import REFUSED, Interrupted, NonFiniteError
-from train.tasks import convert, dspark, merge, plan, pretrain, rl
+from train.tasks import check, convert, dspark, merge, plan, pretrain, rl
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
@@ -28,6 +28,7 @@ TASKS = {
     "distill": rl.run,
     "dspark": dspark.run,
     "plan": plan.run,
+    "check": check.run,
     "convert": convert.run,
     "merge": merge.run,
 }

@@ -90,6 +90,7 @@ class _Shapes:
 
     def _sharegpt(self, record: dict[str, Any]) -> tuple[dict, list]:
         turns = self._list(record, "conversations")
+        record.pop("conversations")
         return record, [self._turn(turn, n) for n, turn in enumerate(turns, 1)]
 
     def _turn(self, turn: Any, number: int) -> Any:

@@ -46,8 +46,8 @@ class TaskConfig:
     """
 
     kind: Literal[
-        "pretrain", "sft", "rl", "distill", "dspark", "plan"
-    ]  # plan: compute what the rest of this configuration costs
+        "pretrain", "sft", "rl", "distill", "dspark", "plan", "check"
+    ]  # plan: compute what the rest of this configuration costs; check: read its data
     tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: PositiveInt  # rows in one forward pass of a process, at most

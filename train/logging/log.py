@@ -18,6 +18,7 @@ from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config
 from train.logging import wandb
 from train.logging.plot import Panel, Series, draw
+from train.logging.text import visible
 
 
 class Reporter:
@@ -40,7 +41,8 @@ class Reporter:
         self.wandb = wandb.start(config) if config.logger.wandb else None
 
     def log(self, line: str) -> None:
-        """A line for people, on the screen and in ``train.log``."""
+        """A line for people, on the screen and in ``train.log``; control characters in it are spelled out."""
+        line = visible(line)
         self.console.print(line)
         self.text.write(line + "\n")
 

@@ -1,0 +1,134 @@
+"""What a configuration's data hold, read whole: counts, lengths, refusals and samples. Nothing is trained or cached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from data.build import SOURCES, argument_problems, refuse
+from data.config import DataConfig
+from data.document import Control, Picture
+from data.errors import BadRecordPolicy, DataError
+from data.images import VisionSettings
+from data.open import open_sources
+from data.packing import pack_rows
+from data.tokenizer import ASSISTANT, USER, special_ids
+from data.tokens import Encoded, Encoder
+
+EXAMPLES = 3  # refusals named of each reason, and samples shown
+
+
+@dataclass
+class SplitReport:
+    """What one split holds.
+
+    Attributes:
+        records, documents: records that can be used, and what they become.
+        turns: messages of users and answers; of a conversation that becomes several documents counted once.
+        tokens, supervised: of all documents; supervised are those that can be targets.
+        lengths: int64 [documents], tokens of each.
+        rows, padding: packed rows of `seq_len`, and the share of padding in them.
+        refusals: for each reason how many records, and the first ones with file and line.
+        samples: of the first documents, runs of tokens as (text, whether it is supervised).
+    """
+
+    records: int = 0
+    documents: int = 0
+    turns: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    bytes: int = 0
+    images: int = 0
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: int = 0
+    padding: float = 0.0
+    refusals: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    samples: list[list[tuple[str, bool]]] = field(default_factory=list)
+
+
+class _Collect(BadRecordPolicy):
+    """Skips every bad record and remembers the first of each reason."""
+
+    def __init__(self) -> None:
+        super().__init__("skip")
+        self.examples: dict[str, list[str]] = {}
+
+    def report(self, error: DataError) -> None:
+        self.skipped[error.reason] += 1
+        examples = self.examples.setdefault(error.reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(str(error))
+
+    def repair(self, error: DataError) -> None:
+        self.repaired[error.reason] += 1
+
+
+def check_data(
+    cfg: DataConfig, tokenizer: Tokenizer, seq_len: int, vision: Mapping[str, Any] | None = None
+) -> dict[str, SplitReport]:
+    """Read both splits whole: {"training": ..., "validation": ...}. Bad records are counted whatever `on_error` says.
+
+    Raises ValueError listing every problem of the settings, `DataError` for data that cannot be opened.
+    """
+    refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, 1, 0, 1, vision))
+    kind, special = SOURCES[cfg.source], special_ids(tokenizer)
+    with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
+    settings = VisionSettings.from_config(vision) if with_images else None
+    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=kind.conversations)
+    names = ("training", "validation")
+    return {name: _read(source, encoder) for name, source in zip(names, open_sources(cfg), strict=True)}
+
+
+def _read(source: Any, encoder: Encoder) -> SplitReport:
+    report, policy, lengths = SplitReport(), _Collect(), []
+    turns: dict[tuple[str, int], int] = {}
+    documents = (document for document, _ in source.read(policy))
+    for encoded in encoder.encode_all(documents, policy):
+        document = encoded.document
+        said = [p for p in document.parts if isinstance(p, Control) and p.spelling in (USER, ASSISTANT)]
+        place = document.file, document.line
+        turns[place] = max(turns.get(place, 0), len(said))
+        lengths.append(len(encoded.ids))
+        report.supervised += int(_mask(encoded, encoder).sum())
+        report.bytes += encoded.num_bytes
+        report.images += sum(isinstance(part, Picture) for part in document.parts)
+        if len(report.samples) < EXAMPLES:
+            report.samples.append(_runs(encoded, encoder))
+    report.lengths = np.array(lengths, np.int64)
+    report.records, report.documents, report.turns = len(turns), len(lengths), sum(turns.values())
+    report.tokens = int(report.lengths.sum())
+    if lengths:
+        rows = pack_rows(report.lengths, encoder.seq_len)
+        report.rows = len(rows)
+        report.padding = 1 - report.tokens / (report.rows * encoder.seq_len)
+    report.refusals = {reason: (number, policy.examples[reason]) for reason, number in policy.skipped.most_common()}
+    report.repaired, report.formats = dict(policy.repaired), dict(policy.formats)
+    report.unused = dict(policy.unused)
+    return report
+
+
+def _mask(encoded: Encoded, encoder: Encoder) -> np.ndarray:
+    """bool [tokens]: which tokens are targets if the document is not cut, as `Collator` labels them."""
+    mask = np.ones(len(encoded.ids), np.bool_) if encoded.loss_mask is None else encoded.loss_mask.astype(np.bool_)
+    mask[0] = False
+    if encoder.vision is not None:
+        mask &= encoded.ids != encoder.special.image
+    return mask
+
+
+def _runs(encoded: Encoded, encoder: Encoder) -> list[tuple[str, bool]]:
+    mask = _mask(encoded, encoder)
+    ends = [*np.flatnonzero(np.diff(mask)) + 1, len(mask)]
+    runs, first = [], 0
+    for end in ends:
+        text = encoder.tokenizer.decode(encoded.ids[first:end].tolist(), skip_special_tokens=False)
+        runs.append((text, bool(mask[first])))
+        first = int(end)
+    return runs
