@@ -44,6 +44,7 @@ from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
 from model.engram import build_token_map
 from model.layout import SequenceLayout
+from model.loss import next_token_targets
 from model.training_losses import count_denominators, training_losses
 
 PREFILL_TOKENS = 4096  # prompt tokens of one pass
@@ -351,7 +352,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None:
             logits = _AddToGradient.apply(logits, added / self._passes_of_step)
             return DeepseekV41Output(logits=layout.unflatten(logits)[:, -logits_to_keep:], hidden_states=streams)
-        targets = self.model._targets(labels, layout)
+        targets = next_token_targets(layout.flatten(labels), layout.document)
         count = (targets >= 0).sum()
         total = count.clamp(min=1) if num_items is None else num_items
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
@@ -366,14 +367,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         learn from the supervised tokens; without labels from all.
         """
         model, types = self.model, batch["vision_token_types"]
-        layout = model._build_layout(
-            batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types, None
-        )
+        layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
         trace = model.run_backbone(batch["input_ids"], layout, *images.values(), types, keep_streams=keep_streams)
         if labels is None:
             supervised = torch.ones(layout.tokens, dtype=torch.bool, device=trace.hidden.device)
         else:
-            supervised = model._targets(labels, layout) >= 0
+            supervised = next_token_targets(layout.flatten(labels), layout.document) >= 0
         indexed = any(p.requires_grad for name, p in model.named_parameters() if ".indexer." in name)
         losses = training_losses(
             torch.zeros((), device=trace.hidden.device),
@@ -502,7 +501,7 @@ class Backbone:
             hidden = _AddToGradient.apply(trace.hidden, added / owner._passes_of_step)
         else:
             mask, types = batch["attention_mask"], vision_token_types
-            layout = model._build_layout(input_ids, None, mask, batch.get("seq_lens"), types, None)
+            layout = model.lay_out(input_ids, None, mask, batch.get("seq_lens"), types)
             hidden = model.run_backbone(input_ids, layout, *images.values(), types).hidden
         return DeepseekV41HiddenStates(last_hidden_state=layout.unflatten(hidden))
 
