@@ -25,7 +25,8 @@ from omegaconf import OmegaConf
 
 from model import ModelConfig, TextConfig, VisionConfig
 from model.config import RopeScaling
-from train.config.schema import CONF_DIR, SMALL, Config
+from train.config.compose import CONF_DIR
+from train.config.schema import SMALL, Config
 
 HERE = Path(__file__).resolve().parent
 HEAD = """# Configuration

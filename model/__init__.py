@@ -16,20 +16,61 @@ A file imports only from lines above its own:
     checkpoint
     generate, dspark
     huggingface
+
+What is exported here is imported when it is first asked for, so that reading a configuration loads no torch.
 """
 
-from model.backbone import DeepseekV41, Output
-from model.build import build_model
-from model.checkpoint.convert import convert_checkpoint
-from model.checkpoint.load import load_pretrained, load_weights
-from model.checkpoint.merge import merge_checkpoints, open_folder
-from model.checkpoint.save import save_pretrained
-from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig, VisionConfig
-from model.dspark import Draft, Drafted, Drafter, DraftLoss, DraftObjective, build_drafter, load_drafter
-from model.generate import Generator, Request, Sample, generate
-from model.loss import Objective, reverse_kl, token_log_probs
-from model.recall import indexer_recall
-from model.training_losses import LossDenominators, Losses
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model.backbone import DeepseekV41, Output
+    from model.build import build_model
+    from model.checkpoint.convert import convert_checkpoint
+    from model.checkpoint.load import load_pretrained, load_weights
+    from model.checkpoint.merge import merge_checkpoints, open_folder
+    from model.checkpoint.save import save_pretrained
+    from model.config import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig, VisionConfig
+    from model.dspark import Draft, Drafted, Drafter, DraftLoss, build_drafter, load_drafter
+    from model.generate import Generator, Request, Sample
+    from model.loss import Objective, reverse_kl, token_log_probs
+    from model.recall import indexer_recall
+    from model.training_losses import LossDenominators, Losses
+
+_HOME = {
+    "DeepseekV41": "model.backbone",
+    "Draft": "model.dspark",
+    "DraftLoss": "model.dspark",
+    "DraftObjective": "model.config",
+    "Drafted": "model.dspark",
+    "Drafter": "model.dspark",
+    "ForwardOptions": "model.config",
+    "Generator": "model.generate",
+    "LossDenominators": "model.training_losses",
+    "LossWeights": "model.config",
+    "Losses": "model.training_losses",
+    "ModelConfig": "model.config",
+    "Objective": "model.loss",
+    "Output": "model.backbone",
+    "Request": "model.generate",
+    "Sample": "model.generate",
+    "TextConfig": "model.config",
+    "VisionConfig": "model.config",
+    "build_drafter": "model.dspark",
+    "build_model": "model.build",
+    "convert_checkpoint": "model.checkpoint.convert",
+    "indexer_recall": "model.recall",
+    "load_drafter": "model.dspark",
+    "load_pretrained": "model.checkpoint.load",
+    "load_weights": "model.checkpoint.load",
+    "merge_checkpoints": "model.checkpoint.merge",
+    "open_folder": "model.checkpoint.merge",
+    "reverse_kl": "model.loss",
+    "save_pretrained": "model.checkpoint.save",
+    "token_log_probs": "model.loss",
+}
 
 __all__ = [
     "DeepseekV41",
@@ -53,7 +94,6 @@ __all__ = [
     "build_drafter",
     "build_model",
     "convert_checkpoint",
-    "generate",
     "indexer_recall",
     "load_drafter",
     "load_pretrained",
@@ -64,3 +104,9 @@ __all__ = [
     "save_pretrained",
     "token_log_probs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

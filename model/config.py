@@ -293,6 +293,22 @@ class LossWeights:
                 raise ValueError(f"loss.{key}: is {getattr(self, key)}, must be 0 or more and finite")
 
 
+@dataclass(frozen=True)
+class DraftObjective:
+    """Weights of a drafter's loss terms; the defaults are DeepSpec's (arXiv 2607.05147). See `model.dspark`.
+
+    ce: of the cross-entropy of the true tokens.
+    l1: of the distance from the backbone's distribution.
+    confidence: of the confidence's error.
+    detach_confidence: that error trains the confidence head only.
+    """
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    detach_confidence: bool = True
+
+
 def text_problems(c: TextConfig) -> list[str]:
     """Every broken rule of a text configuration, as 'key: what is wrong, what is allowed'."""
     lists = list(_layer_list_problems(c))  # unless they are sound, the schedule cannot be read off them

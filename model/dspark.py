@@ -35,7 +35,7 @@ from model.cache.step import Step
 from model.checkpoint.load import load_weights
 from model.checkpoint.names import released_tensors
 from model.checkpoint.released import read_headers
-from model.config import ForwardOptions, ModelConfig, TextConfig, drafter_problems
+from model.config import DraftObjective, ForwardOptions, ModelConfig, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
 from model.layout import SequenceLayout
@@ -46,7 +46,6 @@ from model.parallel.ranks import Parallel, mark_shards
 from model.rope import inverse_frequencies, rotations
 from model.sparse import chunk_elements, dense_attention, gathered_attention
 
-CE, L1, BCE = 0.1, 0.9, 1.0  # weights of the loss terms (DeepSpec)
 DECAY = 4.0  # a slot i counts exp(-i / DECAY)
 BINS = 10  # of predicted acceptance, for its calibration
 
@@ -125,16 +124,6 @@ class DraftLoss(NamedTuple):
     alpha: Tensor
     confidence: Tensor
     expert_load: Tensor
-
-
-@dataclass(frozen=True)
-class DraftObjective:
-    """Weights of the loss terms, and whether the confidence's error stays with its head (see `Drafter.loss`)."""
-
-    ce: float = CE
-    l1: float = L1
-    confidence: float = BCE
-    detach_confidence: bool = True
 
 
 @dataclass(frozen=True)
@@ -358,7 +347,9 @@ class Drafter(nn.Module):
         ce, l1, bce = (term / count for term in (terms.ce_sum, terms.l1_sum, terms.bce_sum))
         tau = terms.accepted.sum() / blocks.clamp(min=1)
         shown = (terms.where.unflatten(x) for x in (terms.valid, terms.weights, terms.alpha, terms.confidence))
-        found = (CE * ce + L1 * l1 + BCE * bce, *(x.detach() for x in (ce, l1, bce)), tau)
+        weights = DraftObjective()
+        loss = weights.ce * ce + weights.l1 * l1 + weights.confidence * bce
+        found = (loss, *(x.detach() for x in (ce, l1, bce)), tau)
         return DraftLoss(*found, *shown, expert_load=terms.expert_load)
 
     def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor) -> SequenceLayout:

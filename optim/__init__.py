@@ -1,17 +1,45 @@
 """The report's optimisation, independent of any model: rules in, one optimizer out.
 
-Read in this order: groups (who gets what), optimizer (the step), muon, sinkhorn, adamw; then clip, schedule, balance.
+Read in this order: settings and schedule (what a run can set; no torch), groups (who gets what), optimizer (the step),
+muon, sinkhorn, adamw; then clip, balance, ownership. Each imports only from those of them that it is made of,
+and none of `train`, `model`, `data`.
+
+What is exported here is imported when it is first asked for, so that reading settings loads no torch.
 """
 
-from .adamw import AdamWSettings
-from .balance import load_statistics, update_router_bias_, update_router_biases_
-from .clip import clip_, global_norm
-from .groups import Group, ParameterRow, Rule, assign, format_table
-from .muon import MuonSettings
-from .optimizer import Optimizer, Settings
-from .ownership import ParameterPlacement
-from .schedule import Schedule
-from .sinkhorn import SinkhornSettings
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optim.balance import load_statistics, update_router_bias_, update_router_biases_
+    from optim.clip import clip_, global_norm
+    from optim.groups import Group, ParameterRow, Rule, assign, format_table
+    from optim.optimizer import Optimizer
+    from optim.ownership import ParameterPlacement
+    from optim.schedule import Schedule
+    from optim.settings import AdamWSettings, MuonSettings, Settings, SinkhornSettings
+
+_HOME = {
+    "AdamWSettings": "optim.settings",
+    "Group": "optim.groups",
+    "MuonSettings": "optim.settings",
+    "Optimizer": "optim.optimizer",
+    "ParameterPlacement": "optim.ownership",
+    "ParameterRow": "optim.groups",
+    "Rule": "optim.groups",
+    "Schedule": "optim.schedule",
+    "Settings": "optim.settings",
+    "SinkhornSettings": "optim.settings",
+    "assign": "optim.groups",
+    "clip_": "optim.clip",
+    "format_table": "optim.groups",
+    "global_norm": "optim.clip",
+    "load_statistics": "optim.balance",
+    "update_router_bias_": "optim.balance",
+    "update_router_biases_": "optim.balance",
+}
 
 __all__ = [
     "AdamWSettings",
@@ -32,3 +60,9 @@ __all__ = [
     "update_router_bias_",
     "update_router_biases_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -5,27 +5,12 @@ optimisation).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from .check import positive, require, share
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """AdamW's numbers; the defaults are the report's. The small eps makes the update independent of the gradient's
-    scale. Raises ValueError that lists every problem.
-    """
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1.0e-20
-
-    def __post_init__(self) -> None:
-        require("AdamW", [share("beta1", self.beta1), share("beta2", self.beta2), positive("eps", self.eps)])
+from .settings import AdamWSettings
 
 
 @torch.no_grad()

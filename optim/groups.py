@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 Method = Literal["muon", "sinkhorn", "adamw"]
 Blocks = tuple[tuple[int, int], ...]

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .check import positive, require, share
 from .groups import Blocks
+from .settings import MuonSettings
 
 # x -> a x + b x^3 + c x^5 on the singular values. Eight steps with a steep polynomial bring (0, 1] near 1 (it
 # multiplies small values by 3.44 and settles in [0.68, 1.21]); two with a polynomial whose value and slope at 1 are 1
@@ -36,26 +35,6 @@ FP64_STEPS = 3
 # GPU a batch of this size fills the device. On a CPU, batching stops helping small matrices well before the batch
 # outgrows the cache, and never helps large ones.
 BATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-
-
-@dataclass(frozen=True)
-class MuonSettings:
-    """Muon's numbers; the defaults are the report's.
-
-    Attributes:
-        momentum: factor of the momentum buffer.
-        update_rms: root mean square of the update before the learning rate; matches Muon's step to AdamW's.
-        bf16: run the iteration in bf16. None: bf16 on a GPU, fp32 on a CPU.
-
-    Raises ValueError that lists every problem.
-    """
-
-    momentum: float = 0.95
-    update_rms: float = 0.18
-    bf16: bool | None = None
-
-    def __post_init__(self) -> None:
-        require("Muon", [share("momentum", self.momentum), positive("update_rms", self.update_rms)])
 
 
 class _Piece(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,24 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .adamw import AdamWSettings, adamw_step
+from .adamw import adamw_step
 from .groups import MAIN, Group, ParameterRow, blocks_text
-from .muon import MuonSettings, muon_step
+from .muon import muon_step
 from .ownership import ParameterPlacement, RankGroupLike, assign_owners
-from .sinkhorn import SinkhornSettings, sinkhorn_step, whole
+from .settings import Settings
+from .sinkhorn import sinkhorn_step, whole
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
 SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}  # along the first axis
 BROADCAST_ELEMENTS = 1 << 25  # updated weights sent in one message, which needs a copy of them
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The three methods' numbers; the defaults are the report's."""
-
-    muon: MuonSettings = field(default_factory=MuonSettings)
-    sinkhorn: SinkhornSettings = field(default_factory=SinkhornSettings)
-    adamw: AdamWSettings = field(default_factory=AdamWSettings)
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -13,14 +13,13 @@ Shapes: a table has m rows and n columns, l <= m of the rows live.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .check import positive, require, share
+from .settings import SinkhornSettings
 
 # Elements processed at once where a pass needs temporary copies of a table. On a CPU they should fit in the cache
 # (measured: four times faster than with 32 times as many); on a GPU a chunk should be large enough to hide its launches
@@ -28,37 +27,6 @@ from .check import positive, require, share
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 Reduce = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class SinkhornSettings:
-    """The numbers of Algorithm 1; the defaults are the report's.
-
-    Attributes:
-        momentum: decay factor b of the momentum average.
-        iterations: number K of normalisations; odd ones act on rows, even ones on columns.
-        tau: rows whose norm is at most tau times the mean row norm get no update.
-        eps: added to every norm before dividing by it.
-        update_rms: root mean square of a live row's update before the learning rate.
-
-    Raises ValueError that lists every problem.
-    """
-
-    momentum: float = 0.95
-    iterations: int = 11
-    tau: float = 1.0e-3
-    eps: float = 1.0e-20
-    update_rms: float = 0.18
-
-    def __post_init__(self) -> None:
-        rules = [
-            share("momentum", self.momentum),
-            (self.iterations >= 1, f"iterations: must be at least 1, got {self.iterations!r}"),
-            (0 <= self.tau and isfinite(self.tau), f"tau: must be at least 0 and finite, got {self.tau!r}"),
-            positive("eps", self.eps),
-            positive("update_rms", self.update_rms),
-        ]
-        require("Sinkhorn", rules)
 
 
 class Balanced(NamedTuple):

@@ -18,7 +18,7 @@ ONLY_IN = {
     "transformers": {"model/huggingface.py"},
     "peft": {"train/lora/inject.py"},
     "triton": {str(path.relative_to(ROOT)) for path in (ROOT / "model/kernels").glob("*.py")},
-    "hydra": {"train/__main__.py", "train/config/schema.py", "train/studies/runner.py"},
+    "hydra": {"train/__main__.py", "train/config/compose.py", "train/studies/runner.py"},
 }
 
 

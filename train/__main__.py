@@ -12,7 +12,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from train.config import schema
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
 from train.distributed.failure_detector import LOST, RankLost
 from train.distributed.world import LAUNCHERS, run_to_the_end
 from train.errors import REFUSED, Interrupted, NonFiniteError
@@ -34,7 +35,7 @@ TASKS = {
 }
 
 
-@hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(raw: DictConfig) -> None:
     """Run one task."""
     try:
@@ -48,7 +49,7 @@ def main(raw: DictConfig) -> None:
 def run_task(raw: DictConfig) -> None:
     """Check the configuration and run its task; problems a user can mend end in a message, not in a traceback."""
     try:
-        checked = schema.parse(raw)
+        checked = parse(raw)
         TASKS[checked.task.kind](checked)
     except (NonFiniteError, FloatingPointError) as error:  # in a step; in generation
         fail(3, error)
@@ -77,5 +78,5 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
-    sys.argv[1:] = schema.open_overrides(given)
+    sys.argv[1:] = open_overrides(given)
     run_to_the_end(main)

@@ -25,7 +25,8 @@ from train.checkpoint import run_state
 from train.checkpoint.background import Background
 from train.checkpoint.init_from import find_pretrained, frozen_packing, holds_drafter, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState
-from train.config.schema import Config, ConfigError, problem
+from train.config.problems import ConfigError, problem
+from train.config.schema import Config
 from train.distributed.engine import Engine
 from train.distributed.world import World, pick_device
 from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules

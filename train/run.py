@@ -22,7 +22,9 @@ from train.build import Run, whole_size
 from train.checkpoint import run_state, storage
 from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState, write_text
-from train.config.schema import Config, ConfigError, check_resumable, to_dict
+from train.config.problems import ConfigError
+from train.config.resume import check_resumable
+from train.config.schema import Config, to_dict
 from train.distributed.launch import launch
 from train.distributed.world import World
 from train.errors import Interrupted, NonFiniteError

@@ -23,7 +23,9 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 from train.build import build
-from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.schema import Config
 from train.distributed.launch import launch
 from train.distributed.world import find_process, run_to_the_end
 from train.loop import train_step

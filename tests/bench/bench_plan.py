@@ -23,7 +23,9 @@ if __name__ == "__main__":
 from model.parallel.ranks import Parallel, RankGroup
 from tests.distributed.ranks import Group
 from train.build import Run, build
-from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.schema import Config
 from train.distributed.launch import launch
 from train.distributed.world import World, run_to_the_end
 from train.loop import train_step

@@ -14,7 +14,8 @@ from bench_optim import optimizer_share
 from hydra import compose, initialize_config_dir
 
 from train.build import Run, build
-from train.config.schema import CONF_DIR, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
 from train.loop import train_step
 
 

@@ -15,7 +15,9 @@ from hydra import compose, initialize_config_dir
 from model import LossDenominators, Losses
 from model.parallel.ranks import Parallel
 from train.build import Run, build
-from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.schema import Config
 from train.distributed.engine import make_groups
 from train.distributed.launch import launch
 from train.distributed.world import World, find_process, run_to_the_end

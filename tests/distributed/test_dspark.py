@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from ranks import Group
 from safetensors.torch import load_file
 
-from train.config.schema import CONF_DIR, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
 from train.tasks import dspark, pretrain
 
 pytestmark = pytest.mark.distributed

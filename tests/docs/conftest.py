@@ -17,7 +17,7 @@ from data import DataConfig, load_tokenizer
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, build_model, save_pretrained
 from train.build import fit_to_tokenizer
-from train.config.schema import CONF_DIR
+from train.config.compose import CONF_DIR
 
 CHECKPOINTS = ("FOLDER", "A", "B", "runs/demo/export", "runs/sft/export", "runs/math/export", "runs/code/export")
 CHAT = {"messages": [{"role": "user", "content": "2 plus 3?"}, {"role": "assistant", "content": "5"}]}

@@ -17,7 +17,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tests.docs.pages import GENERATED, ROOT, Page, all_commands, overrides_of, pages
-from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.schema import Config
 
 PAGES = pages()
 TOP = ("train", "model", "optim", "data", "conf", "tests", "slurm", "docs", ".ci")

@@ -413,8 +413,9 @@ def test_an_adapter_of_the_trainer_goes_onto_the_transformers_model(no_rounding,
     """Every kind of target: linear layers, grouped and stacked weights, embedding and head."""
     from peft import PeftModel
 
-    from train.config.schema import LORA_TARGETS, LoraConfig
+    from train.config.schema import LoraConfig
     from train.lora import inject
+    from train.lora.targets import LORA_TARGETS
 
     core, ids = tiny_model(vision=True).eval(), tokens(2, 20)
     targets = [target for target in LORA_TARGETS if target != "engram"]

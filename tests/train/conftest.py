@@ -10,7 +10,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from train.config.schema import CONF_DIR, Config, open_overrides, parse
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.schema import Config
 
 ROWS_PER_STEP, SEQ_LEN = 4, 64
 

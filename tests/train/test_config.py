@@ -15,16 +15,11 @@ from model import ModelConfig
 from train import loop
 from train.__main__ import run_task
 from train.config import moved
-from train.config.schema import (
-    CONF_DIR,
-    ConfigError,
-    check_resumable,
-    differences,
-    flatten,
-    open_overrides,
-    parse,
-    to_dict,
-)
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.resume import check_resumable, differences, flatten
+from train.config.schema import to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 

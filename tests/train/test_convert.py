@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from model import ModelConfig, build_model, load_pretrained, save_pretrained
 from train.__main__ import TASKS
-from train.config.schema import ConfigError, Conversion, parse
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.schema import Conversion
 
 
 @pytest.fixture

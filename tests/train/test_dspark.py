@@ -17,7 +17,7 @@ from train.anchors import HELD_OUT, candidates, with_anchors
 from train.build import build
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import TrainerState
-from train.config.schema import ConfigError
+from train.config.problems import ConfigError
 from train.evaluation.drafter import evaluate, measures
 from train.studies import drafter as study
 from train.tasks import dspark, pretrain
@@ -31,7 +31,7 @@ SHAPE = (
 @pytest.fixture(scope="module")
 def origin(compose_raw, overrides, tmp_path_factory) -> Path:
     """The export of a short pretraining run."""
-    from train.config.schema import parse
+    from train.config.parse import parse
 
     folder = tmp_path_factory.mktemp("backbone")
     config = parse(
@@ -46,7 +46,7 @@ def origin(compose_raw, overrides, tmp_path_factory) -> Path:
 @pytest.fixture
 def make(compose_raw, overrides, origin, tmp_path):
     """The configuration of a drafter's run on the backbone; `None` as a drafter: the one that is there."""
-    from train.config.schema import parse
+    from train.config.parse import parse
 
     plain = [text for text in overrides if not text.startswith(("model=", "task.sample"))]
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_trained_is_refused(make, compose_raw, overrides, origin:
     ):
         with pytest.raises(ConfigError, match=message):
             make(*changes, **kinds)
-    from train.config.schema import parse
+    from train.config.parse import parse
 
     with pytest.raises(ConfigError, match="task=dspark starts from a checkpoint"):
         parse(compose_raw("task=dspark", *overrides))

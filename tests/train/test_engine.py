@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from optim.ownership import assign_owners
 from tests.distributed.ranks import free_port
 from train import __main__ as program
-from train.config.schema import ConfigError
+from train.config.problems import ConfigError
 from train.distributed import failure_detector
 from train.distributed.failure_detector import Watch
 from train.distributed.launch import launch

@@ -16,7 +16,9 @@ from model import load_pretrained, save_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
-from train.config.schema import Config, ConfigError, Conversion, SmallTask, parse
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.schema import Config, Conversion, SmallTask
 from train.errors import InputError
 from train.lora import inject, peft_format
 from train.lora.targets import LORA_TARGETS

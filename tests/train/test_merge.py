@@ -14,7 +14,9 @@ from model import ModelConfig, build_model, save_pretrained
 from train.__main__ import TASKS
 from train.checkpoint import storage
 from train.checkpoint.run_state import latest
-from train.config.schema import ConfigError, Merger, parse
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.schema import Merger
 from train.errors import InputError
 from train.tasks import pretrain
 

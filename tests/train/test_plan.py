@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optim.muon import orthogonalize
 from train.build import build
-from train.config.schema import CONF_DIR, ConfigError, parse
+from train.config.compose import CONF_DIR
+from train.config.parse import parse
+from train.config.problems import ConfigError
 from train.loop import train_step
 from train.tasks.plan import GIB, Item, owned, plan, report, update_flops
 

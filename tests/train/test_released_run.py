@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import train.build
 from model import save_pretrained
 from train.checkpoint.run_state import latest
-from train.config.schema import ConfigError
+from train.config.problems import ConfigError
 from train.run import begin
 from train.tasks import pretrain
 

@@ -17,7 +17,9 @@ from tests.python_server import Program
 from train import loop
 from train.build import Run
 from train.checkpoint.run_state import latest
-from train.config.schema import Config, ConfigError, parse
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.schema import Config
 from train.errors import InputError, Interrupted
 from train.evaluation.probe import Probe
 from train.run import only_process_in

@@ -15,7 +15,9 @@ from train import loop
 from train.build import build
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import latest
-from train.config.schema import Config, ConfigError, parse, to_dict
+from train.config.parse import parse
+from train.config.problems import ConfigError
+from train.config.schema import Config, to_dict
 from train.evaluation.evaluate import evaluate
 from train.run import begin
 from train.tasks import pretrain

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config.schema import CONF_DIR, ConfigError
+from train.config.compose import CONF_DIR
+from train.config.problems import ConfigError
 from train.studies.__main__ import main
 from train.studies.runner import Runner, read_state
 from train.studies.settings import Arm, Claim, Measure, Study, StudyError, Tune, read_study

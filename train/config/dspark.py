@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from model import DraftObjective, ModelConfig
-from model.config import drafter_problems
+from model import DraftObjective
 from train.config.strict import STRICT
 
 # The keys of model.text_config that describe a drafter.
@@ -40,20 +39,6 @@ class DsparkConfig:
     @property
     def objective(self) -> DraftObjective:
         return DraftObjective(self.ce, self.l1, self.confidence, self.detach_confidence)
-
-    def problems(self, model: Mapping[str, Any], expert_parallel: int) -> Iterator[str]:
-        """What is wrong with these settings for a model, as lines for a ``ConfigError``."""
-        try:
-            text = ModelConfig.from_dict(dict(model)).text
-        except ValueError:  # told elsewhere
-            return
-        for line in drafter_problems(text):
-            yield f"model.text_config.{line}. Describe a drafter: dspark.drafter={{num_nextn_predict_layers: 3, ...}}"
-        if text.dspark_n_routed_experts % expert_parallel:
-            rule = f"must divide dspark_n_routed_experts = {text.dspark_n_routed_experts}"
-            yield f"parallel.expert_parallel = {expert_parallel}: {rule}. Choose a divisor"
-        if not (self.ce or self.l1):
-            yield "dspark.ce = 0.0: nothing teaches the drafts if dspark.l1 is 0 too. Raise one of them"
 
 
 def with_drafter(model: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from train.checkpoint.init_from import find_pretrained
+from data.chat.conversation import effort_budget
+from train.config.rollout import ServersConfig
 from train.config.strict import STRICT
-from train.rl.effort import LengthTerm, training_efforts
-from train.rl.loss import PolicyLoss
-from train.rl.rollout.servers import ServersConfig
 
 Effort = Any  # a name or a number, checked by `effort_budget`, to which a bool is none
 
@@ -25,6 +23,26 @@ class RlTask:
     reward: str  # a function; see train/rl/rewards/pool.py
     held_out: str | None = None  # the same for evaluation; null: further draws of the function, or the training records
     teacher: str | None = None  # task=distill: whose distribution the policy takes on here, named as in init_from
+
+
+@dataclass(config=STRICT, frozen=True)
+class LengthTerm:
+    """The constants of the length term. The report gives none; the defaults in ``conf/`` are ours."""
+
+    c_max: NonNegativeFloat  # C_max: the most that a response can lose
+    k0: NonNegativeFloat  # price of l_norm tokens at the lowest effort; 0: length costs nothing
+    l_norm: PositiveFloat  # L_norm, tokens
+    spread: PositiveFloat  # lambda: over how many mean spacings of effort the price falls by a factor of e
+
+
+@dataclass(config=STRICT, frozen=True)
+class PolicyLoss:
+    """How far a step may move the policy from the one that wrote the responses, and from the reference."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)]
+    clip_high: PositiveFloat
+    drift: PositiveFloat | None  # nats per token: bad responses that are further off-policy are masked
+    kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -60,38 +78,14 @@ class RlConfig:
     def evaluated(self) -> list[int]:
         return training_efforts(self.eval_efforts)
 
-    def problems(self, kind: str, ranks: int, seq_len: int) -> Iterator[str]:
-        """What is wrong with these settings beside their types: 'key = value: rule. remedy' without the section."""
-        for key in ("length", "loss"):
-            if (getattr(self, key) is None) != (kind == "distill"):
-                rule = "is what task=rl needs" if kind == "rl" else "has no effect with task=distill"
-                yield f"{key}: {rule}. {'Give it' if kind == 'rl' else 'Set it to null'}"
-        for number, task in enumerate(self.tasks):
-            if (task.teacher is None) != (kind == "rl"):
-                rule = "has no effect with task=rl" if kind == "rl" else "is what task=distill needs"
-                yield f"tasks[{number}].teacher: {rule}. {'Leave it out' if kind == 'rl' else 'Name a checkpoint'}"
-            elif task.teacher is not None:
-                try:
-                    find_pretrained(task.teacher)
-                except ValueError as error:
-                    yield f"tasks[{number}].teacher = {task.teacher}: {error}. Correct the path"
-        for key in ("efforts", "eval_efforts"):
-            try:
-                training_efforts(getattr(self, key))
-            except ValueError as error:
-                yield f"{key}: {error}"
-        if len(self.samples) != len(self.efforts):
-            rule = f"must have one number for each of the {len(self.efforts)} efforts"
-            yield f"samples = {self.samples}: {rule}. Give as many"
-        if kind == "rl" and min(self.samples) < 2:
-            yield f"samples = {self.samples}: a response alone has no other to be compared with. Give 2 or more"
-        if self.prompts % ranks:
-            yield f"prompts = {self.prompts}: must be a multiple of parallel.world_size = {ranks}. Choose one"
-        if self.in_flight < max(self.samples):
-            rule = f"a subgroup of {max(self.samples)} responses must fit"
-            yield f"in_flight = {self.in_flight}: {rule}. Raise it"
-        if self.max_tokens >= seq_len:
-            rule = f"with its prompt, a response must fit a row of task.seq_len = {seq_len}"
-            yield f"max_tokens = {self.max_tokens}: {rule}. Raise task.seq_len"
-        if self.rollout is not None:
-            yield from (f"rollout.{text}" for text in self.rollout.problems())
+
+def training_efforts(values: Sequence[int | str]) -> list[int]:
+    """Efforts from a configuration (names or numbers) as numbers in 1..100.
+
+    Raises:
+        ValueError: one is not an effort, there is none, or two are equal.
+    """
+    efforts = [effort_budget(value) for value in values]
+    if not efforts or len(set(efforts)) < len(efforts):
+        raise ValueError(f"efforts={list(values)!r}: must be at least one, and all different")
+    return efforts

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from model.parallel.ranks import Parallel, RankGroup
-from train.config.schema import ConfigError, ParallelConfig, problem
+from train.config.problems import ConfigError, problem
+from train.config.schema import ParallelConfig
 from train.distributed.engine import init_distributed, make_groups
 from train.distributed.failure_detector import Watch, meet
 from train.distributed.world import ProcessInfo, World, find_process, pick_device

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
-from train.config.schema import ConfigError
+from train.config.problems import ConfigError
 from train.distributed.failure_detector import SILENCE, RankLost, Watch, message
 
 # What starts processes, by the variables it sets: rank, number of processes, rank on this host.

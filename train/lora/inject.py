@@ -31,7 +31,8 @@ from model.backbone import DeepseekV41
 from model.checkpoint.save import whole_folder
 from model.moe import Experts, grouped_linear
 from model.parallel.tables import Head, logits
-from train.config.schema import ConfigError, LoraConfig, problem
+from train.config.problems import ConfigError, problem
+from train.config.schema import LoraConfig
 from train.lora.peft_format import BIASES, PREFIX, STACK, WEIGHTS
 from train.lora.targets import LORA_TARGETS
 

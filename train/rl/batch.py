@@ -15,8 +15,9 @@ from torch import Tensor
 
 from data.packing import pack_rows
 from model.generate import Sample
+from train.config.rl import LengthTerm
 from train.rl.collect import Response, Subgroup
-from train.rl.effort import LengthTerm, centre
+from train.rl.effort import centre, length_reward
 from train.rl.rollout.base import routing_of
 
 IGNORE = -100
@@ -59,7 +60,7 @@ def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequen
     rewards = torch.tensor([response.outcome.reward for response in responses], dtype=torch.float64)
     if length is not None:
         lengths = torch.tensor([response.length for response in responses])
-        rewards = rewards + length.reward(lengths, efforts, trained)
+        rewards = rewards + length_reward(length, lengths, efforts, trained)
     advantages, informative = centre(rewards, owner)
     skipped = len(groups) - len(owner[informative].unique())
     return Scored(responses, tasks, efforts, rewards, advantages, informative, len(groups), skipped)

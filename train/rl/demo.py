@@ -29,7 +29,7 @@ from data.chat.conversation import EFFORT_LINE, EFFORTS
 from data.tokenizer import CONTROL_TOKENS
 from model import ModelConfig, build_model, save_pretrained
 from train.build import fit_to_tokenizer
-from train.config.schema import CONF_DIR
+from train.config.compose import CONF_DIR
 from train.rl.rewards.builtin import highest
 
 CONVERSATIONS = 15_000

@@ -18,7 +18,7 @@ from model.build import allocate_model
 from model.engram import build_token_map
 from train.build import Run
 from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
-from train.config.schema import ConfigError, problem
+from train.config.problems import ConfigError, problem
 from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
 
 

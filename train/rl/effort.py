@@ -14,48 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from data.chat.conversation import effort_budget
-from train.config.strict import STRICT
+from train.config.rl import LengthTerm
 
 
-@dataclass(config=STRICT, frozen=True)
-class LengthTerm:
-    """The constants of the length term. The report gives none; the defaults in ``conf/`` are ours."""
-
-    c_max: NonNegativeFloat  # C_max: the most that a response can lose
-    k0: NonNegativeFloat  # price of l_norm tokens at the lowest effort; 0: length costs nothing
-    l_norm: PositiveFloat  # L_norm, tokens
-    spread: PositiveFloat  # lambda: over how many mean spacings of effort the price falls by a factor of e
-
-    def price(self, effort: Tensor, trained: Sequence[int]) -> Tensor:
-        """k(b) of efforts [N], given the trained efforts. With a single trained effort there is no spacing; the price
-        is k0.
-        """
-        lowest, spacing = min(trained), mean_spacing(trained)
-        if not spacing:
-            return torch.full_like(effort, self.k0, dtype=torch.float64)
-        return self.k0 * torch.exp(-(effort.double() - lowest) / (self.spread * spacing))
-
-    def reward(self, length: Tensor, effort: Tensor, trained: Sequence[int]) -> Tensor:
-        """r_len, fp64 [N], of responses with ``length`` [N] reasoning tokens under ``effort`` [N]."""
-        same_vector(length=length, effort=effort)
-        return -(self.price(effort, trained) * length.double() / self.l_norm).clamp(max=self.c_max)
-
-
-def training_efforts(values: Sequence[int | str]) -> list[int]:
-    """Efforts from a configuration (names or numbers) as numbers in 1..100.
-
-    Raises:
-        ValueError: one is not an effort, there is none, or two are equal.
+def price(term: LengthTerm, effort: Tensor, trained: Sequence[int]) -> Tensor:
+    """k(b) of efforts [N], given the trained efforts. With a single trained effort there is no spacing; the price
+    is k0.
     """
-    efforts = [effort_budget(value) for value in values]
-    if not efforts or len(set(efforts)) < len(efforts):
-        raise ValueError(f"efforts={list(values)!r}: must be at least one, and all different")
-    return efforts
+    lowest, spacing = min(trained), mean_spacing(trained)
+    if not spacing:
+        return torch.full_like(effort, term.k0, dtype=torch.float64)
+    return term.k0 * torch.exp(-(effort.double() - lowest) / (term.spread * spacing))
+
+
+def length_reward(term: LengthTerm, length: Tensor, effort: Tensor, trained: Sequence[int]) -> Tensor:
+    """r_len, fp64 [N], of responses with ``length`` [N] reasoning tokens under ``effort`` [N]."""
+    same_vector(length=length, effort=effort)
+    return -(price(term, effort, trained) * length.double() / term.l_norm).clamp(max=term.c_max)
 
 
 def mean_spacing(efforts: Sequence[int]) -> float:

@@ -8,25 +8,11 @@ divergence.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from model import token_log_probs
-from train.config.strict import STRICT
-
-
-@dataclass(config=STRICT, frozen=True)
-class PolicyLoss:
-    """How far a step may move the policy from the one that wrote the responses, and from the reference."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)]
-    clip_high: PositiveFloat
-    drift: PositiveFloat | None  # nats per token: bad responses that are further off-policy are masked
-    kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
+from train.config.rl import PolicyLoss
 
 
 class PolicyObjective:

@@ -27,7 +27,7 @@ from model import DeepseekV41, Drafter, Generator, Request, Sample, generate, lo
 from train.anchors import HELD_OUT, with_anchors
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState, write_text
-from train.config.schema import parse
+from train.config.parse import parse
 from train.evaluation.drafter import evaluate
 from train.tasks.dspark import step
 

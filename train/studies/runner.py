@@ -23,7 +23,10 @@ from hydra.errors import HydraException
 from train.build import build
 from train.checkpoint import run_state
 from train.checkpoint.run_state import write_text
-from train.config.schema import CONF_DIR, Config, differences, open_overrides, parse, to_dict
+from train.config.compose import CONF_DIR, open_overrides
+from train.config.parse import parse
+from train.config.resume import differences
+from train.config.schema import Config, to_dict
 from train.errors import user_errors
 from train.evaluation.evaluate import evaluate
 from train.studies.settings import Study, StudyError

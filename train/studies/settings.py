@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from train.config.schema import CONF_DIR
+from train.config.compose import CONF_DIR
 from train.config.strict import STRICT
 from train.errors import InputError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from model import DeepseekV41, Request, generate
+from model import DeepseekV41
+from model.generate import Request, generate
 
 
 def sample(

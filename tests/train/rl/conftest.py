@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))  # 
 from model import load_pretrained, save_pretrained
 from tests.train.rl.toyserver import ToyServer
 from train.build import build
-from train.config.schema import Config, parse
+from train.config.parse import parse
+from train.config.schema import Config
 from train.rl.rewards.pool import Rewards
 from train.run import begin
 from train.tasks import pretrain, rl

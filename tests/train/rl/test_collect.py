@@ -25,7 +25,7 @@ PLAN = SamplingPlan(
 
 @pytest.fixture(scope="session")
 def tokenizer(compose_raw, overrides) -> Tokenizer:
-    from train.config.schema import parse
+    from train.config.parse import parse
 
     return load_tokenizer(parse(compose_raw(*overrides)).data)
 

@@ -16,7 +16,8 @@ from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
 from train.checkpoint.run_state import TrainerState
-from train.config.schema import Config, ConfigError
+from train.config.problems import ConfigError
+from train.config.schema import Config
 from train.loop import train_step
 from train.rl.batch import score
 from train.tasks import rl

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from train.rl.effort import LengthTerm, centre, mean_spacing, training_efforts
+from train.config.rl import LengthTerm, training_efforts
+from train.rl.effort import centre, length_reward, mean_spacing, price
 
 TERM = LengthTerm(c_max=0.4, k0=0.8, l_norm=100.0, spread=2.0)
 
@@ -19,24 +20,25 @@ def vector(*values: float) -> torch.Tensor:
 def test_the_price_falls_by_e_over_spread_mean_spacings_from_the_lowest_effort() -> None:
     trained = [20, 50, 60, 95]  # mean spacing 25, tau 50
     assert mean_spacing(trained) == 25.0
-    prices = TERM.price(vector(20, 70, 95, 45), trained)
+    prices = price(TERM, vector(20, 70, 95, 45), trained)
     torch.testing.assert_close(prices, 0.8 * vector(1, math.exp(-1), math.exp(-1.5), math.exp(-0.5)))
-    torch.testing.assert_close(TERM.price(vector(20, 70), list(reversed(trained))), prices[:2])
+    torch.testing.assert_close(price(TERM, vector(20, 70), list(reversed(trained))), prices[:2])
 
 
 def test_reward_of_length() -> None:
     trained = [25, 75]  # spacing 50, tau 100
-    reward = TERM.reward(torch.tensor([10, 10, 0, 49, 51, 1000]), torch.tensor([25, 75, 25, 25, 25, 75]), trained)
+    lengths, efforts = torch.tensor([10, 10, 0, 49, 51, 1000]), torch.tensor([25, 75, 25, 25, 25, 75])
+    reward = length_reward(TERM, lengths, efforts, trained)
     expected = vector(-0.08, -0.08 * math.exp(-0.5), 0.0, -0.392, -0.4, -0.4)  # the cap is reached at 50 tokens
     torch.testing.assert_close(reward, expected)
 
 
 def test_an_effort_below_the_lowest_trained_one_costs_more() -> None:
-    torch.testing.assert_close(TERM.price(vector(0), [50, 100]), 0.8 * vector(math.exp(0.5)))
+    torch.testing.assert_close(price(TERM, vector(0), [50, 100]), 0.8 * vector(math.exp(0.5)))
 
 
 def test_a_single_effort_has_no_spacing() -> None:
-    torch.testing.assert_close(TERM.price(vector(60, 30), [60]), vector(0.8, 0.8))
+    torch.testing.assert_close(price(TERM, vector(60, 30), [60]), vector(0.8, 0.8))
 
 
 def test_rewards_are_centred_in_their_subgroup_and_not_scaled() -> None:
@@ -55,7 +57,7 @@ def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to() -> None:
 def test_what_would_broadcast_is_refused(shapes) -> None:
     a, b = (torch.ones(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
-        TERM.reward(a, b, [1, 100])
+        length_reward(TERM, a, b, [1, 100])
     with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
         centre(a, b.long())
 

@@ -21,12 +21,14 @@ from model.generate import Request, Sample, generate
 from tests.distributed.ranks import Group
 from tests.model.tiny import no_rounding, tiny_config, tiny_model  # noqa: F401
 from tests.train.rl.toyserver import Fault, ToyServer
-from train.config.schema import Config, ConfigError, to_dict
+from train.config.problems import ConfigError
+from train.config.rollout import Call, ServersConfig
+from train.config.schema import Config, to_dict
 from train.distributed.world import World
 from train.errors import Interrupted
 from train.rl.rollout.base import LocalRollout
 from train.rl.rollout.http import HttpRollout, Limits
-from train.rl.rollout.servers import Call, ServerError, Servers, ServersConfig
+from train.rl.rollout.servers import ServerError, Servers
 from train.tasks import rl
 
 STOP = 5
@@ -619,7 +621,7 @@ def test_a_spread_policy_is_served_whole(make_rl, make_server, servers_of, tmp_p
     plain = to_dict(config)
     plain["data"]["tokenizer"] = "train"  # init_from brings its own
     path.write_text(json.dumps(plain))
-    script = "import json, sys; from train.config.schema import parse; from train.tasks import rl; "
+    script = "import json, sys; from train.config.parse import parse; from train.tasks import rl; "
     script += "rl.run(parse(json.load(open(sys.argv[1]))))"
     for ended in Group(2, ["-c", script, str(path)], tmp_path / "ranks").finish():
         assert ended.code == 0, ended.output

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.rl.loss import PolicyLoss, PolicyObjective, clipped_loss, drifted, unbiased_kl
+from train.config.rl import PolicyLoss
+from train.rl.loss import PolicyObjective, clipped_loss, drifted, unbiased_kl
 
 LOSS = PolicyLoss(clip_low=0.2, clip_high=0.3, drift=None, kl=0.0)
 

@@ -20,7 +20,7 @@ PLAIN = """
 import sys
 from tests.model.tiny import switch_rounding_off
 from train import __main__ as program
-from train.config.schema import open_overrides
+from train.config.compose import open_overrides
 from train.distributed.world import run_to_the_end
 
 switch_rounding_off(setattr)
@@ -32,7 +32,7 @@ run_to_the_end(program.main)
 STOPPED = """
 import os, signal, sys
 from train import __main__ as program
-from train.config.schema import open_overrides
+from train.config.compose import open_overrides
 from train.distributed.world import run_to_the_end
 from train.tasks.rl import LocalRollout
 

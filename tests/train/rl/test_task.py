@@ -17,7 +17,8 @@ from model import load_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
 from train.build import build
 from train.checkpoint.run_state import TrainerState, latest
-from train.config.schema import Config, ConfigError
+from train.config.problems import ConfigError
+from train.config.schema import Config
 from train.errors import Interrupted
 from train.loop import train_step
 from train.rl.batch import batches, empty_batch, score

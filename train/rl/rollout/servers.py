@@ -18,74 +18,15 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 import httpx2
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
-from pydantic.dataclasses import dataclass
 
-from train.config.strict import STRICT
+from train.config.rollout import ServersConfig
 from train.errors import InputError
 
 PASSING = (408, 425, 429)  # transient, like 5xx: the same request may succeed later
 LONGEST_WAIT = 60.0  # seconds: the longest wait between attempts, also if a server asks for more
-
-
-@dataclass(config=STRICT, frozen=True)
-class Call:
-    """A POST to a server. ``{folder}`` and ``{version}`` in the values of ``body`` are replaced by those of the
-    weights.
-    """
-
-    path: Annotated[str, Field(pattern="^/")]
-    body: dict[str, Any]
-
-
-@dataclass(config=STRICT, frozen=True)
-class ServersConfig:
-    """Which servers write responses, how they load weights, and how long to wait for them."""
-
-    urls: Annotated[list[str], Field(min_length=1)]  # http://host:port of each
-    model: str | None  # the name under which they serve the model; null: requests name none
-    key_variable: str | None  # the environment variable that holds their API key
-    format: Literal["plain", "released"]  # of the weights they load: in the model's own precision, or quantised
-    update: Annotated[list[Call], Field(min_length=1)]  # the calls that make a server load weights, in this order
-    version: str | None  # path whose GET returns the served `weight_version`; null: not checked
-    routing: bool  # request the experts of every position, for routing replay (SGLang)
-    connect_seconds: PositiveFloat
-    silence_seconds: PositiveFloat  # without a token, including time in the server's queue
-    update_seconds: PositiveFloat  # time limit of one call of `update`
-    retries: NonNegativeInt  # consecutive retries before a server is left out
-    backoff_seconds: NonNegativeFloat  # before the first retry; doubles with each
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with these settings apart from their types."""
-        for url in self.urls:
-            rule = _wrong(url)
-            if rule:
-                yield f"urls: {rule}"
-        if len(set(self.urls)) < len(self.urls):
-            yield f"urls = {self.urls}: lists a server twice. List each once"
-        if not any("{folder}" in json.dumps(call.body) for call in self.update):
-            yield "update: no body holds {folder}, so no server learns where the weights are. Put it in one"
-        if self.key_variable is not None and not os.environ.get(self.key_variable):
-            name = json.dumps(self.key_variable)
-            yield f"key_variable = {name}: this environment variable is empty or not set. Set it, or use null"
-
-
-def _wrong(url: str) -> str | None:
-    """What is wrong with the address of a server."""
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
-    except ValueError:
-        return f"{json.dumps(url)}: is no address. Give http://host:port"
-    if parts.username or parts.password:
-        return "one holds a password. Put it into an environment variable and name that in key_variable"
-    if not whole or parts.path.strip("/") or parts.query or parts.fragment:
-        return f"{json.dumps(url)}: must be a server's address without a path. Give http://host:port"
-    return None
 
 
 class ServerError(InputError):

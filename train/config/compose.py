@@ -1,0 +1,73 @@
+"""From the command line and the files of ``conf/`` to one tree of values, by Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from train.config.problems import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path.name.startswith("_")}
+
+
+def composed(*choices: str) -> dict[str, Any]:
+    """The tree that ``conf/`` gives for group choices (``task=sft``), references resolved where they can be."""
+    if GlobalHydra.instance().is_initialized():
+        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
+
+
+def open_overrides(arguments: list[str]) -> list[str]:
+    """Let Hydra accept ``key=value`` for any key, so that ``parse`` sees unknown keys and reports them with the rest.
+
+    Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags pass unchanged. A value that Hydra's grammar
+    has no place for, such as a path with ``=`` or letters beyond ASCII in it, is quoted.
+
+    Raises:
+        ConfigError: a value cannot be read, quoted or not.
+    """
+    return [_opened(argument) for argument in arguments]
+
+
+def _opened(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if not equals or not key.lstrip("+")[:1].isalpha() or key.split("@")[0] in GROUPS:
+        return argument
+    return f"{key if key.startswith('+') else f'++{key}'}={_readable(key.lstrip('+'), value)}"
+
+
+def _readable(key: str, value: str) -> str:
+    """The value as it is if Hydra can read it, else as quoted text, or as a list of quoted texts."""
+    problem = _syntax_problem(key, value)
+    if problem is None:
+        return value
+    is_list = value.startswith("[") and value.endswith("]")
+    parts = [part.strip() for part in value[1:-1].split(",")] if is_list else [value]
+    if not any(mark in part for part in parts for mark in "{}[]'\""):
+        quoted = [part if _syntax_problem(key, part) is None else _quote(part) for part in parts]
+        return f"[{','.join(quoted)}]" if is_list else quoted[0]
+    example = f'{key}=["..."]' if is_list else f'{key}="..."'
+    raise ConfigError(
+        [f"{key}={value}: cannot be read: {problem}. Put text into quotes, the argument too: '{example}'"]
+    )
+
+
+def _syntax_problem(key: str, value: str) -> str | None:
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return None
+
+
+def _quote(text: str) -> str:
+    return QuotedString(text=text, quote=Quote.single).with_quotes()

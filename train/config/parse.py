@@ -1,0 +1,184 @@
+"""From a composed tree to the typed configuration, and from what is wrong with its values to sentences."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from train.config import moved
+from train.config.compose import GROUPS, composed
+from train.config.dspark import with_drafter
+from train.config.problems import ConfigError, problem
+from train.config.rules import cross_problems, merge_problems
+from train.config.schema import SMALL, Config, Conversion, Merger
+
+
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
+    """The typed configuration of a composed tree.
+
+    Raises:
+        ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
+    """
+    try:
+        tree, small = _resolved(OmegaConf.create(raw))
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        where = error.full_key or "the configuration"
+        raise ConfigError(
+            [f"{where}: {str(error.msg or error).splitlines()[0]}. Correct the ${{...}} reference"]
+        ) from None
+    if small is not None:
+        return _parse_small(tree, small)
+    config, problems, bad_keys = _convert(tree)
+    if config is not None:
+        problems += [text for keys, text in cross_problems(config) if not keys & bad_keys]
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    return config
+
+
+def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Conversion] | type[Merger] | None]:
+    """Plain containers without references, and the type of configuration of a task that trains nothing."""
+    task = raw.get("task")
+    small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
+    if small is not None:  # a training run's sections may refer to settings that this task does not have
+        unused = {field.name for field in fields(Config)} - {"task"}
+        raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
+    elif isinstance(raw.get("init_from"), str):
+        raw = OmegaConf.create(_with_pretrained(_plain(raw), raw.init_from))
+    return OmegaConf.to_container(raw, resolve=True, throw_on_missing=False), small
+
+
+def _plain(raw: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(raw, resolve=False)
+
+
+def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """The tree with the model and the tokenizer of the checkpoint in ``init_from``."""
+    from train.checkpoint.init_from import find_pretrained
+
+    try:
+        origin = find_pretrained(init_from)
+    except ValueError as error:
+        raise ConfigError([problem("init_from", init_from, str(error), "Correct the path")]) from None
+    data = tree.get("data")
+    if isinstance(data, dict):
+        if data.get("tokenizer", "train") != "train":
+            rule, remedy = "the tokenizer of init_from is used, no other fits its weights", "Leave data.tokenizer out"
+            raise ConfigError([problem("data.tokenizer", data["tokenizer"], rule, remedy)])
+        data["tokenizer"] = str(origin.tokenizer)
+    model, section = origin.model, tree.get("dspark")
+    drafter = section.get("drafter") if isinstance(section, dict) else None
+    if isinstance(drafter, dict):
+        try:
+            model = with_drafter(model, drafter)
+        except ValueError as error:
+            raise ConfigError([problem("dspark.drafter", drafter, str(error), "Correct it")]) from None
+    return {**tree, "model": model}
+
+
+def _parse_small(tree: dict[str, Any], whole: type[Conversion] | type[Merger]) -> Conversion | Merger:
+    try:
+        config = TypeAdapter(whole).validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        paths = [[str(part) for part in entry["loc"]] for entry in errors]
+        raise ConfigError(
+            [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, whole)]
+        ) from None
+    problems = list(merge_problems(config)) if isinstance(config, Merger) else []
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
+    """Typed configuration, problems, and the keys that have one.
+
+    When single values are wrong they are set aside and the rest is converted again, so that the rules between keys are
+    checked in the same pass; the configuration returned is then good for checking only.
+    """
+    adapter = TypeAdapter(Config)
+    try:
+        return adapter.validate_json(json.dumps(tree), strict=True), [], set()
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    problems, bad_keys = [], set()
+    for entry in errors:
+        path = [str(part) for part in entry["loc"]]
+        bad_keys.add(".".join(path))
+        problems += _describe(path, entry)
+    return _salvage(adapter, tree, errors), problems, bad_keys
+
+
+def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
+    """``tree`` with every wrong value replaced by the one in ``conf/`` or dropped; None where that does not help."""
+    repaired, reference = json.loads(json.dumps(tree)), composed()
+    for entry in errors:
+        node, fallback = repaired, reference
+        *parents, leaf = entry["loc"]
+        for part in parents:
+            node = node[part] if isinstance(node, list) or part in node else {}
+            fallback = fallback.get(part, {}) if isinstance(fallback, dict) else {}
+        if isinstance(node, list):
+            return None
+        node.pop(leaf, None)
+        if isinstance(fallback, dict) and leaf in fallback:
+            node[leaf] = fallback[leaf]
+    try:
+        return adapter.validate_json(json.dumps(repaired), strict=True)
+    except ValidationError:
+        return None
+
+
+def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> list[str]:
+    """The problems behind one pydantic error: several when a section checked itself and found several."""
+    key = ".".join(path)
+    if entry["type"] == "unexpected_keyword_argument":
+        known = _known_keys(path[:-1], whole)
+        if whole is Config and len(path) == 1:
+            known += sorted(GROUPS - set(known))
+        if moved.remedy(key):
+            return [problem(key, entry["input"], "this key has moved", str(moved.remedy(key)))]
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        section = ".".join(path[:-1]) or "the top level"
+        remedy = (
+            f"Did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"Known in {section}: {', '.join(known)}"
+        )
+        return [problem(key, entry["input"], "no such key", remedy)]
+    if entry["type"] in ("missing", "missing_argument"):
+        return [f"{key} is missing. Give it a value: {key}=..."]
+    if entry["input"] == "???":
+        return [f"{key} has no value yet. Give it one: {key}=..."]
+    if entry["type"] == "value_error":
+        header, *lines = str(entry["ctx"]["error"]).splitlines()
+        whole_line = header if header.startswith(f"{key}.") else f"{key}: {header}"
+        return [f"{key}.{line.strip(' -')}" for line in lines] or [whole_line]
+    rule, value, remedy = entry["msg"].replace("Input should", "should"), entry["input"], "Correct the value"
+    if entry["type"] == "list_type":
+        rule, remedy = "should be a list", f"Write it in brackets: {key}=[{value}]"
+    elif entry["type"] == "int_type" and isinstance(value, float) and value.is_integer():
+        remedy = f"Write {int(value)}"
+    elif entry["type"] == "string_pattern_mismatch":
+        rule = "should be letters, digits, '.', '_' and '-', the first a letter or a digit"
+    return [problem(key, value, rule, remedy)]
+
+
+def _known_keys(path: list[str], whole: type) -> list[str]:
+    """Field names of the section at ``path`` of the configuration ``whole``."""
+    schema = TypeAdapter(whole).json_schema()
+    node = schema
+    for part in path:
+        node = node.get("properties", {}).get(part) or node.get("items", {})  # of a list: any number
+        reference = node.get("$ref") or next(
+            (option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None
+        )
+        node = schema["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
+    return list(node.get("properties", {}))

@@ -1,0 +1,103 @@
+"""What a continued run may change, and how a configuration saved earlier is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from model import ModelConfig
+from train.config import moved
+from train.config.compose import composed
+from train.config.problems import ConfigError, shown
+from train.config.schema import Config, to_dict
+
+# A run may continue with other values of these; a change of anything else would make it another run.
+CHANGEABLE = (
+    "task.tokens",
+    "task.eval_every",
+    "task.sample_",
+    "rl.eval_",
+    "rl.reward_",
+    "rl.rollout.",
+    "data.cache_dir",
+    "data.paths",  # another place of the same data: the loader refuses to continue with other content
+    "data.validation_paths",
+    "checkpoint.",
+    "logger.",
+    "output",
+    "parallel.device",
+    "parallel.world_size",
+    "parallel.expert_parallel",
+    "parallel.table_shards",
+    "parallel.shard_embeddings",
+    "parallel.gpu_memory_gib",
+    "runtime.frozen",
+    "runtime.recompute",
+    "optim.schedule.",
+    "optim.settings.",
+    "optim.clip",
+    "optim.router_bias_rate",
+)
+
+
+def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
+    """Keys whose value in a saved configuration differs from ``config``: (key, saved value, new value)."""
+    old, new = dict(flatten(saved)), dict(flatten(to_dict(config)))
+    return [
+        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]
+
+
+def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Changes to report when the run in ``config.run_dir`` continues under ``config``. A setting that there was none of
+    when the run was saved counts as saved with its default.
+
+    Raises:
+        ConfigError: naming every key whose change would not continue that run but make another one.
+    """
+    saved = moved.upgraded(saved)
+    complete = _completed(saved, config.task.kind)
+    changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
+    lines = {key: f"{key}: {shown(old, 1000)} -> {shown(new, 1000)}" for key, old, new in changed}
+    fatal = [text for key, text in lines.items() if not key.startswith(CHANGEABLE)]
+    if fatal:
+        raise ConfigError(
+            fatal,
+            f"The run in {config.run_dir} was trained with the first values and cannot continue with the second ones. "
+            "Restore them, or start another run with name=...",
+        )
+    return list(lines.values())
+
+
+def _completed(saved: Mapping[str, Any], kind: str) -> Config | None:
+    """A saved configuration of task ``kind`` with today's defaults for what it lacks; None if it has what is gone."""
+    tree = _overlaid(composed(f"task={kind}"), saved)
+    tree["model"] = saved.get("model")  # not laid over another one
+    try:
+        return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True))
+    except ValueError:
+        return None
+
+
+def _whole_model(config: Config) -> Config:
+    """With every key of the model, also those that were left to their defaults."""
+    return replace(config, model=ModelConfig.from_dict(config.model).to_dict())
+
+
+def _overlaid(tree: Any, values: Any) -> Any:
+    if not isinstance(tree, Mapping) or not isinstance(values, Mapping):
+        return values
+    return {**tree, **{key: _overlaid(tree.get(key), value) for key, value in values.items()}}
+
+
+def flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf) pairs of nested mappings; a list is a leaf."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
