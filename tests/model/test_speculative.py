@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import ForwardOptions, Generator, Request, generate
+from model import ForwardOptions, Generator, Request
 from model.cache.pages import Cache
 from model.cache.step import LayerCache, Step
 from model.dspark import Draft
-from model.generate import ACCEPTED, log_distribution, uniform, verify
+from model.generate import ACCEPTED, generate, log_distribution, uniform, verify
 from model.quantize import fake_quant_mxfp4
 from tests.model.test_generate import CONFIGS, assert_as_forward, prompts
 from tests.model.tiny import image_batch, no_rounding, tiny_config, tiny_drafter  # noqa: F401
