@@ -135,7 +135,7 @@ def test_a_wrong_setting_is_found_before_anything_runs(tiny: list[str], tmp_path
 @pytest.mark.parametrize(
     ("change", "lines", "expected"),
     [
-        ("task.tokens=[1", 1, "task.tokens=[1"),
+        ("task.tokens=[1", 2, "task.tokens=[1: cannot be read"),
         ("model=nowhere", 1, "nowhere"),
         ("task.tokens=0", 2, "task.tokens = 0"),
         ("--output={file}", 1, "{file}"),
