@@ -171,7 +171,7 @@ class Collector:
         for member in range(group.size):
             length, texts = self.read(group.samples[member])
             if texts is None:
-                grades.append((length, Outcome(0.0)))
+                grades.append((length, Outcome(0.0, called=False)))
             else:
                 grades.append((length, self.rewards.submit(group.task, group.record, *texts)))
         self._grades[group.number] = grades

@@ -30,7 +30,7 @@ from train.checkpoint import storage
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import CheckpointError, TrainerState
 from train.config.schema import Config
-from train.errors import user_errors
+from train.errors import InputError, user_errors
 from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, SamplingPlan, Subgroup, encoded
@@ -141,6 +141,7 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
     """
     run, collector = policy.run, policy.collector
     told: set[str] = set()
+    failing = Failing(len(run.config.rl.tasks))
 
     def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         started, before = time.perf_counter(), state.tokens
@@ -150,6 +151,8 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
             return None
         for note in failures(groups, told):
             report.log(note)
+        if isinstance(policy.method, PolicyGradient):  # others do not learn from rewards
+            failing.check(run.world.gather(outcomes(groups)))
         collected = time.perf_counter()
         record = step(policy, groups, state)
         seconds = time.perf_counter() - started
@@ -192,6 +195,51 @@ def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[st
             "lr": numbers["lr"],
         }
     return record
+
+
+FAILING_STEPS = 3  # in a row, after which a reward that used to work ends the run
+
+
+class Failing:
+    """Ends a run whose reward function only fails: it would train on the length term alone, to the end."""
+
+    def __init__(self, tasks: int):
+        self.worked = [False] * tasks
+        self.in_a_row = [0] * tasks
+
+    def check(self, of_processes: list[list[tuple[int, str, str]]]) -> None:
+        """Note the outcomes of a step, see ``outcomes``.
+
+        Raises:
+            InputError: in every process alike: all calls of a function have failed since the run was started, or in the
+                last steps.
+        """
+        calls = [outcome for outcomes in of_processes for outcome in outcomes]
+        for task in range(len(self.worked)):
+            mine = [(failure, detail) for number, failure, detail in calls if number == task]
+            if not mine:
+                continue
+            if not all(failure for failure, _ in mine):
+                self.worked[task], self.in_a_row[task] = True, 0
+                continue
+            self.in_a_row[task] += 1
+            if not self.worked[task] or self.in_a_row[task] >= FAILING_STEPS:
+                steps = "step" if self.in_a_row[task] == 1 else f"{self.in_a_row[task]} steps in a row"
+                raise InputError(
+                    f"rl.tasks[{task}].reward failed in every call of the last {steps} ({len(mine)} in the last one), "
+                    f"so nothing can be learnt from it: {mine[-1][1]}. The last checkpoint stands; mend the function "
+                    "and run the same command again"
+                )
+
+
+def outcomes(groups: list[Subgroup]) -> list[tuple[int, str, str]]:
+    """(task, failure or "", its reason) of every response that was shown to a reward function."""
+    return [
+        (group.task, response.outcome.failure or "", response.outcome.detail)
+        for group in groups
+        for response in group.responses
+        if response.outcome.called
+    ]
 
 
 def failures(groups: list[Subgroup], told: set[str]) -> list[str]:

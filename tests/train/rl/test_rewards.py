@@ -50,10 +50,21 @@ def grade(record, answer, reasoning):
         return float(sys.stdin.read() == "")
     if do == "numpy":
         return numpy.float32(Known().half)
+    if do == "torch":
+        import torch
+        return torch.tensor(0.5)
+    if do == "numpy bool":
+        return numpy.bool_(True)
+    if do == "numpy array":
+        return numpy.array([0.5, 0.5])
     known = {"half": 0.5, "fork": 1, "nan": float("nan"), "text": "1", "none": None, "print": 0.25, "true": True}
     return known.get(do, len(answer))
 
-def other(record, answer, reasoning):
+async def other(record, answer, reasoning):
+    import asyncio
+    await asyncio.sleep(0)
+    if record.get("do") == "raise":
+        raise KeyError("no such thing")
     return len(reasoning)
 
 constant = 1
@@ -87,7 +98,9 @@ def graded(pool: Rewards, *kinds: str, **more: str) -> list[Outcome]:
 def test_rewards_come_back_in_order_from_every_function(pool: Rewards) -> None:
     outcomes = graded(pool, "half", "length", "true", "numpy", *["half"] * 20)
     assert [outcome.reward for outcome in outcomes] == [0.5, 4, 1, 0.5, *[0.5] * 20]
-    assert pool.submit(1, {}, "a", "abc").result() == Outcome(3.0)
+    assert pool.submit(1, {}, "a", "abc").result() == Outcome(3.0), "a coroutine is awaited"
+    assert pool.submit(1, {"do": "raise"}, "a", "abc").result().detail == "KeyError: 'no such thing'"
+    assert [outcome.reward for outcome in graded(pool, "numpy bool", "torch")] == [1.0, 0.5]
     assert pool.submit(2, {"solution": "7"}, " 7\n", "").result() == Outcome(1.0)
     assert pool.submit(2, {"solution": "7"}, "77", "").result() == Outcome(0.0)
     assert pool.submit(2, {"solution": 7}, "7", "").result() == Outcome(1.0)
@@ -102,6 +115,7 @@ def test_rewards_come_back_in_order_from_every_function(pool: Rewards) -> None:
         ("nan", "error", "nan"),
         ("text", "error", "'1'"),
         ("none", "error", "None"),
+        ("numpy array", "error", "array"),
     ],
 )
 def test_a_failure_is_a_zero_reward_with_its_reason(pool: Rewards, kind: str, failure: str, detail: str) -> None:

@@ -19,7 +19,7 @@ from train.build import build
 from train.checkpoint.run_state import TrainerState, latest
 from train.config.problems import ConfigError
 from train.config.schema import Config
-from train.errors import Interrupted
+from train.errors import InputError, Interrupted
 from train.loop import train_step
 from train.rl.batch import batches, empty_batch, score
 from train.rl.collect import Collector
@@ -321,7 +321,8 @@ def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
 
 @pytest.mark.slow
 def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("def grade(record, answer, reasoning):\n    raise KeyError(answer)\n")
+    code = "def grade(record, answer, reasoning):\n    if len(answer) > 1:\n        raise KeyError(answer)\n    return 1.0\n"
+    (tmp_path / "bad.py").write_text(code)
     task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/bad.py:grade'}}"
     config = make_rl("name=bad", f"rl.tasks=[{task}]", "task.tokens=600")
     rl.run(config)
@@ -330,6 +331,28 @@ def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path
     log = (config.run_dir / "train.log").read_text()
     assert "reward_error=" in log
     assert log.count("rl.tasks[0].reward failed, which counts as a reward of 0: KeyError: ") == 1
+
+
+@pytest.mark.slow
+def test_a_reward_that_only_fails_ends_the_run_before_a_step(make_rl, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("async def grade(record, answer, reasoning):\n    raise KeyError(answer)\n")
+    config = make_rl(
+        "name=bad", f"rl.tasks=[{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/bad.py:grade'}}]"
+    )
+    with pytest.raises(InputError, match=r"rl.tasks\[0\].reward failed in every call of the last step .*KeyError"):
+        rl.run(config)
+    assert all(record["kind"] != "train" for record in records(config))
+
+
+def test_a_reward_may_fail_for_some_steps_once_it_has_worked() -> None:
+    good, bad, silent = (0, "", ""), (0, "error", "KeyError: 'a'"), (1, "", "")
+    failing = rl.Failing(2)
+    for step in ([good, bad], [bad], [bad], [good], [bad], [bad], [silent]):
+        failing.check([step, []])
+    with pytest.raises(InputError, match="3 steps in a row"):
+        failing.check([[], [bad]])
+    with pytest.raises(InputError, match=r"rl.tasks\[1\].*the last step \(2 in the last one\)"):
+        rl.Failing(2).check([[good], [(1, "time", "no answer"), (1, "time", "no answer")]])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A reward function is plain Python, ``reward(record, answer, reasoning) -> float``: ``record`` is the prompt's record,
 ``answer`` the text after ``</think>`` without the end of sequence, ``reasoning`` the text before it. It is named as
-``package.module:function`` or ``path/to/file.py:function``.
+``package.module:function`` or ``path/to/file.py:function``. It may be ``async``, and return a number of NumPy or torch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Outcome:
     reward: float
     failure: str | None = None
     detail: str = ""
+    called: bool = True  # not for a response that never came to its answer's end
 
 
 class Rewards:

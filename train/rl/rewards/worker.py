@@ -9,6 +9,7 @@ These are two processes: the first only watches whether the trainer is alive, it
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -74,9 +75,15 @@ def serve() -> None:
         try:
             function = functions[request["function"]]
             reward = function(request["record"], request["answer"], request["reasoning"])
+            if inspect.isawaitable(reward):
+                reward = asyncio.run(_awaited(reward))
             answer(reward=number(reward))
         except Exception as error:
             answer(error=f"{type(error).__name__}: {error}"[:500])
+
+
+async def _awaited(reward: Any) -> Any:
+    return await reward
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -110,7 +117,9 @@ def check_arguments(function: Callable[..., Any]) -> None:
 
 
 def number(reward: Any) -> float:
-    """A reward as a finite float; raises for anything else."""
+    """A reward as a finite float: a number, or one number of NumPy or torch. Raises for anything else."""
+    if hasattr(reward, "item") and getattr(reward, "ndim", 0) == 0:
+        reward = reward.item()
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise ValueError(f"the reward is {reward!r}, it must be a finite number")
     return float(reward)
