@@ -42,7 +42,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        yield temporary
+        with _naming(path):
+            yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -55,7 +56,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with _naming(path):
+            yield temporary
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of writing to an open file does not say which one it is: "No space left on device" alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -108,7 +108,7 @@ def _walk(root: Path, excluded: Callable[[str], bool], links: bool = True) -> It
 
 @functools.cache
 def _log_once(message: str) -> None:
-    log.info(message)
+    log.warning(message)
 
 
 def _tell_left_out(folder: Path, files: list[Path]) -> None:

@@ -317,6 +317,7 @@ class DeepseekV41(nn.Module):
         """
         text = self.config.text
         layout = build_layout(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
+        _check_ids(layout.flatten(input_ids), input_ids, text.vocab_size)
         if routing is not None:
             check_routing(text, routing, layout.rows, layout.row_length)
         if labels is None:
@@ -451,3 +452,16 @@ class DeepseekV41(nn.Module):
         for kind, vector in ((START, self.image_start), (NEWLINE, self.image_newline), (END, self.image_end)):
             x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
+
+
+def _check_ids(tokens: Tensor, input_ids: Tensor, vocabulary: int) -> None:
+    """Raise ValueError naming the first of `tokens`, the real ones of input_ids [B, S], outside of the vocabulary: a
+    kernel would read what is not the table's.
+    """
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if wrong.numel():
+        row, position = (input_ids == wrong[0]).nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {position}] = {int(wrong[0])} is outside of the vocabulary: allowed are "
+            f"0..{vocabulary - 1}"
+        )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.backbone import DeepseekV41
 from model.config import ForwardOptions, LossWeights, ModelConfig
-from model.engram import check_token_map
+from model.engram import check_token_map, whole_token_map
 from model.init import init_weights
 from model.packed import empty_packed, packed_weights_aside
 from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
@@ -62,7 +62,7 @@ def allocate_model(
     with packed_weights_aside(model):
         model.to_empty(device=device)
     mark_shards(model)
-    model.token_map = None if token_map is None else token_map.to(device)
+    model.token_map = None if token_map is None else whole_token_map(config.text, token_map).to(device)
     return model
 
 

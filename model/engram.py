@@ -226,6 +226,15 @@ def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Te
     )
 
 
+def whole_token_map(config: TextConfig, token_map: Tensor) -> Tensor:
+    """int64 [vocab_size]: the map with the padding token's compressed id for ids that the tokenizer does not have.
+
+    A vocabulary is padded to a round size; these ids have no text, but a model of random weights can draw them.
+    """
+    missing = config.vocab_size - len(token_map)
+    return token_map if missing <= 0 else torch.cat([token_map, token_map[config.engram_pad_token_id].expand(missing)])
+
+
 def check_token_map(config: TextConfig, token_map: Tensor | None) -> None:
     """Raise ValueError unless the map fits an Engram model of this configuration."""
     if not config.engram_layer_ids:

@@ -550,6 +550,11 @@ class Decoding:
         """Logits fp32 [B, 1, V] behind the last tokens of input_ids [B, S]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
+        size = self.model.config.text.vocab_size
+        for row, ids in enumerate(wanted):
+            known = len(self.seen[row]) if row < len(self.seen) else 0
+            if wrong := [token for token in ids[known:] if not 0 <= token < size]:
+                raise ValueError(f"input_ids row {row} holds {wrong[0]}: allowed are 0..{size - 1}")
         if not all(wanted):
             raise ValueError(f"attention_mask row {wanted.index([])} has no real token; begin it with BOS")
         pairs = list(zip(wanted, self.seen, strict=False))

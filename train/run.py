@@ -15,6 +15,7 @@ import yaml
 
 from data.tokenizer_files import tokenizer_files
 from model import convert_checkpoint, save_pretrained
+from model.checkpoint.names import MERGED
 from model.packed import holds_packed
 from model.parallel.collective_errors import all_or_none
 from optim import format_table
@@ -29,7 +30,7 @@ from train.distributed.launch import launch
 from train.distributed.world import World
 from train.errors import Interrupted, NonFiniteError
 from train.logging.log import Reporter, Silent
-from train.lora.peft_format import read_changes
+from train.lora.peft_format import merged_record, read_changes
 
 
 @contextmanager
@@ -168,14 +169,18 @@ def export(run: Run, folder: Path) -> None:
             if run.world.first:
                 changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
                 base = find_pretrained(config.init_from).folder
-                convert_checkpoint(base, folder, config.checkpoint.export, changes=changes, replace=True)
+                files = {MERGED: merged_record(config.run_dir / "adapter", base)}
+                convert_checkpoint(base, folder, config.checkpoint.export, changes=changes, replace=True, files=files)
         return
+    files = tokenizer_files(config.data, run.tokenizer)
+    if config.lora.on:
+        files[MERGED] = merged_record(config.run_dir / "adapter", find_pretrained(config.init_from).folder)
     save_pretrained(
         run.backbone,
         folder,
         run.tokenizer,
         format=config.checkpoint.export,
-        companions=tokenizer_files(config.data, run.tokenizer),
+        companions=files,
         ranks=storage.ranks(),
         drafter=run.model if config.dspark is not None else None,
     )

@@ -33,14 +33,16 @@ def convert_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     changes: Mapping[str, Change] | None = None,
     replace: bool = False,
+    files: Mapping[str, str] | None = None,
 ) -> int:
     """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
 
     "bf16" unpacks the weights of a quantised folder (the rest stays as stored), and casts the matrices of a plain one.
     "plain" gives fp32 matrices.
     "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's files.
-    `changes`: by tensor name. Raises what `load_pretrained` raises; ValueError if `dst` exists (unless `replace`), or
-    for a change of a tensor that is not there or has another shape.
+    `changes`: by tensor name. `files`: texts of small files to write beside the weights. Raises what `load_pretrained`
+    raises; ValueError if `dst` exists (unless `replace`), or for a change of a tensor that is not there or has another
+    shape.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "plain", "released"):
@@ -60,6 +62,8 @@ def convert_checkpoint(
         for name in COMPANIONS:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
+        for name, text in (files or {}).items():
+            (work / name).write_text(text, encoding="utf-8")
     return total
 
 

@@ -19,12 +19,15 @@ SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out 
 
 GENERATION = "generation_config.json"
 
+MERGED = "merged_adapters.json"  # digests of the adapters that have been merged into the weights
+
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     GENERATION,
+    MERGED,
 )  # small files that come along with weights
 
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from model import build_model
 from model.config import TextConfig
 from model.engram import build_token_map, check_token_map, engram_rows, engram_tables, hash_ids
+from model.generate import Request, generate
 
 
 def rows_by_batch(tables, layer, token_map, ids, starts, masked) -> torch.Tensor:
@@ -142,3 +143,31 @@ def test_token_map_is_checked_before_the_model_is_made() -> None:
         check_token_map(config.text, torch.zeros(61))
     with pytest.raises(ValueError, match="engram_compressed_vocab_size.*61"):
         check_token_map(config.text, torch.arange(61))
+
+
+def test_ids_that_the_tokenizer_does_not_have_count_as_padding() -> None:
+    """NeMo-RL 237: a vocabulary padded beyond its tokenizer; a model of random weights draws such ids."""
+    config = tiny_config(engram=True)
+    token_map = torch.arange(50)
+    built = build_model(config, token_map=token_map)
+    assert torch.equal(built.token_map[:50], token_map) and len(built.token_map) == config.text.vocab_size == 61
+    assert (built.token_map[50:] == token_map[config.text.engram_pad_token_id]).all()
+    assert built(torch.tensor([[5, 55, 60]])).logits.isfinite().all()
+    (sample,) = generate(built, [Request((5, 60), 8, temperature=1.0, seed=3)])
+    assert len(sample.tokens) == 8
+
+
+@pytest.mark.parametrize("wrong", [61, 10**9, -1])
+def test_an_id_outside_of_the_vocabulary_is_refused_by_value_and_place(wrong: int) -> None:
+    built = tiny_model(engram=True)
+    ids = torch.tensor([[5, 6, 7], [8, 9, wrong]])
+    with pytest.raises(
+        ValueError, match=rf"input_ids\[1, 2\] = {wrong} is outside of the vocabulary: allowed are 0..60"
+    ):
+        built(ids)
+    with pytest.raises(ValueError, match=rf"input_ids\[1, 2\] = {wrong} "):
+        built.losses(ids, ids.clamp(0, 60), built.loss_denominators(ids, ids.clamp(0, 60)))
+    with pytest.raises(ValueError, match=rf"prompt: holds {wrong}"):
+        generate(built, [Request((5, wrong), 2)])
+    padded = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    assert built(ids, attention_mask=padded).logits.isfinite().all(), "what stands at padding does not matter"

@@ -555,3 +555,8 @@ def test_noise_on_embeddings_and_sharded_parameters_are_refused(tiny, tmp_path) 
         trained(tiny, tmp_path, neftune_noise_alpha=5.0, **options)
     with pytest.raises(ValueError, match="output_router_logits: not supported"):
         tiny(input_ids=tokens(1, 8), output_router_logits=True)
+
+
+def test_generation_refuses_an_id_outside_of_the_vocabulary(tiny) -> None:
+    with pytest.raises(ValueError, match="input_ids row 1 holds -1: allowed are 0..60"):
+        tiny.generate(input_ids=torch.tensor([[5, 6], [7, -1]]), max_new_tokens=2)

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.cache import atomic_folder
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
 from train.checkpoint import run_state, storage
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import TrainerState
 from train.checkpoint.storage import CheckpointError
+from train.errors import naming
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}
 
@@ -93,6 +96,50 @@ def test_newest_and_pruning(tmp_path: Path) -> None:
         save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100000000", "step-300000000"]
     assert run_state.latest(tmp_path).name == "step-300000000"
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_named_and_tried_again(tmp_path: Path, monkeypatch, caplog) -> None:
+    """prime-rl 1763, fairchem 1242: an immutable file."""
+    real = shutil.rmtree
+
+    def refuse(folder, *arguments, **options):
+        if Path(folder).name.endswith("step-00000001") and not options:
+            raise PermissionError(1, "Operation not permitted", f"{folder}/state.json")
+        real(folder, *arguments, **options)
+
+    monkeypatch.setattr("train.checkpoint.run_state.shutil.rmtree", refuse)
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1)
+    assert run_state.latest(tmp_path).name == "step-00000003"
+    told = [message for message in caplog.messages if "cannot be deleted" in message]
+    assert len(told) == 1 and ".tmp-step-00000001/state.json cannot be deleted: Operation not permitted" in told[0]
+    monkeypatch.undo()
+    save(tmp_path, 4, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
+
+
+def test_of_a_checkpoint_that_was_moved_away_only_the_link_is_deleted(tmp_path: Path) -> None:
+    """transformers 17265, 13035."""
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    save(runs, 1, keep=1).rename(elsewhere)
+    (runs / "step-00000001").symlink_to(elsewhere)
+    save(runs, 2, keep=1)
+    assert sorted(path.name for path in runs.iterdir()) == ["step-00000002"]
+    load(elsewhere)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """open_lm 154: between two checkpoints, in the log or the data's cache."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '.*full'"):
+        with naming(str(tmp_path / "full")), open(tmp_path / "full", "w", buffering=1) as file:
+            file.write("line\n")
+    with pytest.raises(OSError, match="No space left on device: '.*tokens'"):
+        with atomic_folder(tmp_path / "tokens") as work:
+            (work / "t.bin").symlink_to("/dev/full")
+            with (work / "t.bin").open("wb", buffering=0) as file:
+                file.write(b"x" * 10)
+    assert not (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize("part", ["write_files", "os.rename", "fsync"])

@@ -161,6 +161,11 @@ def test_an_adapter_is_merged_into_the_released_layout_and_nothing_else_changes(
         assert (tensor - expected[name]).abs().mean() <= 1e-3 * tensor.abs().mean(), name
     with pytest.raises(ValueError, match="holds no adapter that can be read"):
         convert_with(base, released, tmp_path / "x", "released")
+    again = convert_with(None, merged, tmp_path / "again", "bf16")
+    for folder in (merged, again):  # peft 1355: it would count twice, also after another conversion
+        with pytest.raises(ValueError, match="has already been merged into .*merged_adapters.json names it"):
+            convert_with(tmp_path / "adapter", folder, tmp_path / "twice", "bf16")
+    assert not (tmp_path / "twice").exists()
 
 
 def test_an_adapter_of_peft_on_the_transformers_class_is_merged(base: Path, tmp_path: Path) -> None:
@@ -229,6 +234,8 @@ def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -
     assert losses[-1] < losses[0]
     with pytest.raises(ConfigError, match="holds an adapter"):
         make(f"init_from={whole}")
+    with pytest.raises(ValueError, match="has already been merged into .*export"):
+        convert_with(whole / "adapter", whole / "export", whole / "twice", "bf16")
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ folder of that name is complete. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import os
 import random
@@ -35,6 +37,9 @@ from optim.ownership import assign_owners
 from train.checkpoint import storage
 from train.checkpoint.background import Background
 from train.checkpoint.storage import CheckpointError, Index, ShardedTensor
+from train.errors import naming
+
+log = logging.getLogger(__name__)
 
 FORMAT = 2
 MODEL, SCALES, OPTIMIZER, RANDOM = "model.", "scales.", "optimizer.", "random."
@@ -192,15 +197,32 @@ def latest(directory: Path) -> Path | None:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints, and what an interrupted write left behind."""
+    """Delete all but the ``keep`` newest checkpoints, and what an interrupted write left behind.
+
+    Of a link only the link is deleted. What cannot be deleted is named once and tried again by the next call: training
+    does not depend on it.
+    """
     for folder in [*_complete(directory)[:-keep], *directory.glob(".tmp-*")]:
-        shutil.rmtree(folder)
+        try:
+            if folder.is_symlink():
+                folder.unlink()
+                continue
+            doomed = folder.with_name(f".tmp-{folder.name.removeprefix('.tmp-')}")
+            folder.rename(doomed)  # what is deleted by half is no checkpoint any more
+            shutil.rmtree(doomed)
+        except OSError as error:
+            _warn_once(f"{error.filename or folder} cannot be deleted: {error.strerror}; tried again at the next save")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with naming(path), open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from train.checkpoint.run_state import TrainerState, write_text
 from train.config.schema import Config
+from train.errors import naming
 from train.logging import wandb
 from train.logging.plot import Panel, Series, draw
 from train.logging.text import visible
@@ -44,7 +45,8 @@ class Reporter:
         """A line for people, on the screen and in ``train.log``; control characters in it are spelled out."""
         line = visible(line)
         self.console.print(line)
-        self.text.write(line + "\n")
+        with naming(self.text.name):
+            self.text.write(line + "\n")
 
     def step(self, record: dict[str, Any]) -> None:
         """The numbers of one optimizer step."""
@@ -98,7 +100,8 @@ class Reporter:
 
     def _record(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-        self.jsonl.write(json.dumps(record) + "\n")
+        with naming(self.jsonl.name):
+            self.jsonl.write(json.dumps(record) + "\n")
         if self.wandb is not None:
             kind = record["kind"]
             flat = {f"{kind}/{key}": value for key, value in wandb.scalars(record)}

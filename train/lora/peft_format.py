@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model.checkpoint.convert import Change
+from model.checkpoint.names import MERGED
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` knows nothing of it
@@ -52,6 +54,24 @@ def read_changes(folder: Path, experts: int) -> dict[str, Change]:
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from None
     return changes | {name: Change(tuple(t.shape), partial(_replaced, t)) for name, t in biases.items()}
+
+
+def merged_record(adapter: Path, base: Path) -> str:
+    """The text of the file that names the adapters merged into a checkpoint, once `adapter` is merged into `base`.
+
+    Raises:
+        ValueError: it has been merged into `base` before; a second time would count twice.
+    """
+    with (adapter / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    path = base / MERGED
+    merged = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    if digest in merged:
+        raise ValueError(
+            f"the adapter in {adapter} has already been merged into {base} ({path.name} names it); merged once more it "
+            "would count twice. Name the checkpoint that it was trained on"
+        )
+    return json.dumps([*merged, digest], indent=2) + "\n"
 
 
 def _oddities(config: Any) -> Iterator[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from model import ModelConfig, convert_checkpoint
+from model.checkpoint.names import MERGED
 from train.config.schema import Conversion
 from train.errors import user_errors
-from train.lora.peft_format import read_changes
+from train.lora.peft_format import merged_record, read_changes
 
 
 def run(config: Conversion) -> None:
@@ -15,12 +16,13 @@ def run(config: Conversion) -> None:
 
     Raises:
         InputError: the source is not a complete checkpoint of this model (every bad tensor is named), the adapter does
-            not belong to it, or the destination exists.
+            not belong to it or is merged already, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     with user_errors():
-        changes = None
+        changes, files = None, {}
         if config.adapter:
             changes = read_changes(Path(config.adapter), ModelConfig.load(config.src).text.n_routed_experts)
-        size = convert_checkpoint(config.src, config.dst, config.format, changes=changes)
+            files = {MERGED: merged_record(Path(config.adapter), Path(config.src))}
+        size = convert_checkpoint(config.src, config.dst, config.format, changes=changes, files=files)
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")

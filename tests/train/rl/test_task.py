@@ -321,7 +321,7 @@ def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
 
 @pytest.mark.slow
 def test_failing_rewards_are_counted_in_the_log(make_rl, prompts: Path, tmp_path: Path) -> None:
-    code = "def grade(record, answer, reasoning):\n    if len(answer) > 1:\n        raise KeyError(answer)\n    return 1.0\n"
+    code = "def grade(record, answer, reasoning):\n    return 1.0 if len(answer) < 2 else {}[answer]\n"
     (tmp_path / "bad.py").write_text(code)
     task = f"{{prompts: '{prompts}/prompts.jsonl', reward: '{tmp_path}/bad.py:grade'}}"
     config = make_rl("name=bad", f"rl.tasks=[{task}]", "task.tokens=600")
