@@ -7,7 +7,7 @@ import json
 import pytest
 
 from train.__main__ import TASKS
-from train.config.schema import parse
+from train.config.parse import parse
 from train.errors import InputError
 from train.logging.text import visible
 
