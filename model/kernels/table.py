@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import TextConfig
-from model.kernels import hyper, indexer, rope, sparse
+from model.kernels import engram, hyper, indexer, moe, norm, rope, sparse
 from model.kernels.launch import Launch, recording
 
 # H200, dense bf16 and memory, as the data sheet says.
@@ -59,55 +60,90 @@ class Compiled:
 def released_launches(tokens: int = 65536) -> list[Launch]:
     """The launches of every kernel for one row of `tokens` at the released sizes, with bf16 activations."""
     c = TextConfig()
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def fp32(*shape: int) -> torch.Tensor:
-        return meta(*shape, dtype=torch.float32)
-
-    n, d = c.hc_mult, c.hidden_size
-    rows = (2 + n) * n
     with recording() as found:
-        streams, y = meta(tokens, n, d), meta(tokens, d)
-        parameters = fp32(rows, n * d), fp32(rows), fp32(3)
-        pre, post, comb, mixes, norm, steps = hyper._coefficients(
-            streams, *parameters, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
-        )
-        hyper._coefficients_backward(pre, post, comb, streams, *parameters, comb, mixes, norm, steps)
-        hyper.collapse(streams, pre)
-        hyper._collapse_backward(y, streams, pre)
-        hyper.expand(streams, y, post, comb)
-        hyper._expand_backward(streams, streams, y, post, comb)
-        q, turns = meta(tokens, c.num_attention_heads, c.head_dim), fp32(tokens, c.qk_rope_head_dim // 2, 2)
-        rope._rotate(q, turns, False, "none")
-        rope._rotate(meta(tokens, c.head_dim), turns, False, "fp8")
-        rope._rotate(meta(tokens, c.head_dim), turns, False, "fp4")
-        rope._rotate(meta(tokens, c.index_n_heads, c.index_head_dim), turns, False, "mxfp4")
-        window_kv, entries = meta(tokens, c.head_dim), meta(tokens, c.head_dim)
-        window_start, sink = meta(tokens, dtype=torch.int64), fp32(c.num_attention_heads)
-        topk_indices = meta(tokens, c.index_topk, dtype=torch.int32)
-        attended = (q, window_kv, window_start, entries, topk_indices, sink)
-        out, mass, lse = sparse._attention(*attended, c.head_dim**-0.5, c.sliding_window)
-        for deterministic in (False, True):
-            sparse._attention_backward(out, *attended, out, lse, c.head_dim**-0.5, c.sliding_window, deterministic)
-        asked = meta(tokens, c.index_n_heads, c.index_head_dim), fp32(tokens, c.index_n_heads)
-        keys, visible = meta(tokens, c.index_head_dim), window_start
-        block = c.candidate_block_size
-        indexer.block_peaks(*asked, keys, visible, visible, 0, tokens // block, block, False, 0.0)
-        candidates = meta(tokens // 8, c.candidate_topk_blocks, dtype=torch.int32)
-        indexer.candidate_scores(*(x[: tokens // 8] for x in asked), keys, candidates, visible, block, 0.0)
-        supervised = meta(tokens, dtype=torch.bool)
-        for deterministic in (False, True):
-            indexer._loss(*asked, keys, topk_indices, mass, supervised, True, deterministic)
+        _hyper_connections(c, tokens)
+        _rotations(c, tokens)
+        _attention(c, tokens)
+        _indexer(c, tokens)
+        _elementwise(c, tokens)
     return _different(found)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _fp32(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.float32)
+
+
+def _hyper_connections(c: TextConfig, tokens: int) -> None:
+    n, d = c.hc_mult, c.hidden_size
+    streams, y = _meta(tokens, n, d), _meta(tokens, d)
+    parameters = _fp32((2 + n) * n, n * d), _fp32((2 + n) * n), _fp32(3)
+    found = hyper._coefficients(streams, *parameters, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+    pre, post, comb = found[:3]
+    hyper._coefficients_backward(pre, post, comb, streams, *parameters, *found[2:])
+    hyper.collapse(streams, pre)
+    hyper._collapse_backward(y, streams, pre)
+    hyper.expand(streams, y, post, comb)
+    hyper._expand_backward(streams, streams, y, post, comb)
+
+
+def _rotations(c: TextConfig, tokens: int) -> None:
+    turns = _fp32(tokens, c.qk_rope_head_dim // 2, 2)
+    rope._rotate(_meta(tokens, c.num_attention_heads, c.head_dim), turns, False, "none")
+    rope._rotate(_meta(tokens, c.head_dim), turns, False, "fp8")
+    rope._rotate(_meta(tokens, c.head_dim), turns, False, "fp4")
+    rope._rotate(_meta(tokens, c.index_n_heads, c.index_head_dim), turns, False, "mxfp4")
+
+
+def _attention(c: TextConfig, tokens: int) -> None:
+    q, keys = _meta(tokens, c.num_attention_heads, c.head_dim), _meta(tokens, c.head_dim)
+    window_start, chosen = _meta(tokens, dtype=torch.int64), _meta(tokens, c.index_topk, dtype=torch.int32)
+    given = q, keys, window_start, keys, chosen, _fp32(c.num_attention_heads)
+    scale, window = c.head_dim**-0.5, c.sliding_window
+    out, _, lse = sparse._attention(*given, scale, window)
+    for deterministic in (False, True):
+        sparse._attention_backward(out, *given, out, lse, scale, window, deterministic)
+
+
+def _indexer(c: TextConfig, tokens: int) -> None:
+    def asked(queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, weights = _meta(queries, c.index_n_heads, c.index_head_dim), _fp32(queries, c.index_n_heads)
+        return q, weights, _meta(tokens, c.index_head_dim)
+
+    block, part = c.candidate_block_size, max(1, tokens // 8)
+    visible = _meta(tokens, dtype=torch.int64)
+    indexer.block_peaks(*asked(tokens), visible, visible, 0, tokens // block, block, False, 0.0)
+    candidates = _meta(part, c.candidate_topk_blocks, dtype=torch.int32)
+    indexer.candidate_scores(*asked(part), candidates, visible, block, 0.0)
+    chosen, mass = _meta(tokens, c.index_topk, dtype=torch.int32), _fp32(tokens, c.index_topk)
+    for deterministic in (False, True):
+        indexer._loss(*asked(tokens), chosen, mass, _meta(tokens, dtype=torch.bool), True, deterministic)
+
+
+def _elementwise(c: TextConfig, tokens: int) -> None:
+    n, d = c.hc_mult, c.hidden_size
+    streams, memory = _meta(tokens, n, d), _meta(tokens, n + 1, d)
+    gated = streams, memory, _fp32(n, d), _meta(tokens, dtype=torch.bool), c.rms_norm_eps
+    engram._add_gated(*gated)
+    engram._add_gated_backward(streams, *gated)
+    for width in (d, c.q_lora_rank, c.head_dim, c.index_head_dim):
+        x, weight = _meta(tokens, width), _meta(width)
+        _, scale = norm._norm(x, weight, c.rms_norm_eps)
+        norm._norm_backward(x, x, weight, scale)
+    routed = c.num_experts_per_tok * tokens
+    gate, weights = _meta(routed, c.moe_intermediate_size), _fp32(routed)
+    moe._swiglu(gate, gate, weights, c.swiglu_limit)
+    moe._swiglu_backward(gate, gate, gate, weights, c.swiglu_limit)
 
 
 def _different(launches: list[Launch]) -> list[Launch]:
     """Without those that repeat a kernel with the same types and constants (a loop over chunks)."""
 
     def key(launch: Launch) -> str:
-        tensors = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
+        tensors = {k: v.dtype if isinstance(v, Tensor) else v for k, v in launch.arguments.items()}
         constants = {p.name: tensors[p.name] for p in launch.kernel.params if p.is_constexpr}
         kinds = [v for v in tensors.values() if isinstance(v, torch.dtype)]
         return f"{launch.kernel.__name__} {constants} {kinds}"
@@ -123,13 +159,13 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
         signature[name] = kind = _kind(value, launch.kernel.params[place].is_constexpr)
         if kind == "constexpr":
             constants[name] = value
-        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     registers, local = _resources(compiled.asm["cubin"])
     return Compiled(
-        name=launch.kernel.__name__.strip("_").removesuffix("_kernel"),
+        name=f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__.strip('_').removesuffix('_kernel')}",
         arch=arch,
         warps=compiled.metadata.num_warps,
         registers=registers,
@@ -145,7 +181,7 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
 def _kind(value: Any, is_constexpr: bool) -> str:
     if is_constexpr or value is None or (isinstance(value, int) and value == 1):
         return "constexpr"
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return "*" + _TYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"

@@ -1,0 +1,109 @@
+"""The experts' clamped SwiGLU in Triton; see model/moe.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.launch import launch, operator, padded
+
+COLUMNS = 1024  # of one tile
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] of rows [R, f], in gate's dtype."""
+    return _swiglu(gate.contiguous(), up.contiguous(), weights, limit)
+
+
+@operator("clamped_swiglu")
+def _swiglu(gate: Tensor, up: Tensor, weights: Tensor | None, limit: float) -> Tensor:
+    out = torch.empty_like(gate)
+    launch(_swiglu_kernel, (len(gate),), *(gate, up, weights, out, limit), **_sizes(gate, weights))
+    return out
+
+
+@operator("clamped_swiglu_backward")
+def _swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate, up and weights (empty without weights)."""
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    d_weights = gate.new_empty(0) if weights is None else torch.empty_like(weights)
+    tensors = (grad, gate, up, weights, d_gate, d_up, d_weights)
+    launch(_swiglu_backward_kernel, (len(gate),), *tensors, limit, **_sizes(gate, weights))
+    return d_gate, d_up, d_weights
+
+
+def _sizes(gate: Tensor, weights: Tensor | None) -> dict:
+    width = gate.shape[1]
+    sizes = {"WIDTH": width, "COLUMNS": min(COLUMNS, padded(width)), "WEIGHTED": weights is not None}
+    return sizes | {"num_warps": 4}
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.limit = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, grad: Tensor):
+    d_gate, d_up, d_weights = _swiglu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.limit)
+    return d_gate, d_up, d_weights if d_weights.numel() or not len(d_gate) else None, None
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+@triton.jit
+def _clamped(gate, up, place, here, limit):
+    """(clamped gate, its sigmoid, clamped up, whether gate and up were inside), fp32. NaN stays NaN."""
+    g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
+    u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)
+    gate_inside, up_inside = g <= limit, tl.abs(u) <= limit
+    g = tl.where(g > limit, limit, g)
+    u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    return g, tl.sigmoid(g), u, gate_inside, up_inside
+
+
+@triton.jit
+def _swiglu_kernel(gate, up, weights, out, limit, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    for at in range(0, WIDTH, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        here, place = column < WIDTH, row * WIDTH + column
+        g, sigmoid, u, _, _ = _clamped(gate, up, place, here, limit)
+        value = g * sigmoid * u
+        if WEIGHTED:
+            value *= tl.load(weights + row)
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    grad,
+    gate,
+    up,
+    weights,
+    d_gate,
+    d_up,
+    d_weights,
+    limit,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        here, place = column < WIDTH, row * WIDTH + column
+        g, sigmoid, u, gate_inside, up_inside = _clamped(gate, up, place, here, limit)
+        upstream = tl.load(grad + place, mask=here, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            total += upstream * g * sigmoid * u
+            upstream *= tl.load(weights + row)
+        by_gate = tl.where(gate_inside, upstream * u * sigmoid * (1 + g * (1 - sigmoid)), 0.0)
+        by_up = tl.where(up_inside, upstream * g * sigmoid, 0.0)
+        tl.store(d_gate + place, by_gate.to(d_gate.dtype.element_ty), mask=here)
+        tl.store(d_up + place, by_up.to(d_up.dtype.element_ty), mask=here)
+    if WEIGHTED:
+        tl.store(d_weights + row, tl.sum(total, 0))
