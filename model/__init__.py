@@ -5,8 +5,9 @@ vision.py; layout.py and quantize.py when a shape or a rounding is unclear; trai
 init.py; the packages parallel, cache and checkpoint; generate.py and dspark.py.
 
 A file imports only from lines above its own:
+    kernels.switch
     config
-    precision, norm, rope, quantize, init, parallel, kernels
+    precision, kernels, norm, rope, quantize, init, parallel
     layout, hyper, loss, sparse
     indexer, moe, engram, vision
     cache

@@ -20,6 +20,7 @@ from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig
 from model.engram import Engram, engram_rows
 from model.hyper import HyperConnection, collapse, expand
 from model.indexer import IndexerLossInputs
+from model.kernels.switch import using
 from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
 from model.loss import Objective, cross_entropy_sum, next_token_targets
 from model.moe import MoE, Routing, check_routing
@@ -84,15 +85,16 @@ class Block(nn.Module):
         Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
         `for_drafter`: give `BlockOutput.entering`.
         """
-        streams = self._apply_engram(state.streams, lookup, layout)
-        entering = streams.mean(1) if for_drafter else None
-        mix = self.hc_attn(streams)
-        attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
-        streams = expand(streams, attended.output, mix.post, mix.comb)
-        pre_mix = mix.pre
-        mix = self.hc_ffn(streams)
-        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay)
-        state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
+        with using(runtime.kernels):
+            streams = self._apply_engram(state.streams, lookup, layout)
+            entering = streams.mean(1) if for_drafter else None
+            mix = self.hc_attn(streams)
+            attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
+            streams = expand(streams, attended.output, mix.post, mix.comb)
+            pre_mix = mix.pre
+            mix = self.hc_ffn(streams)
+            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay)
+            state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
         reported = (
             attended.shared,
             attended.indexer_loss_inputs,
@@ -112,8 +114,9 @@ class Block(nn.Module):
         cache: LayerCache,
     ) -> None:
         """Only what a Full layer adds to the cache's main KV and index keys."""
-        streams = self._apply_engram(state.streams, lookup, layout)
-        self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
+        with using(runtime.kernels):
+            streams = self._apply_engram(state.streams, lookup, layout)
+            self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
 
     def _apply_engram(self, streams: Tensor, lookup: Lookup | None, layout: SequenceLayout) -> Tensor:
         return streams if self.engram is None else self.engram(streams, lookup, layout)
@@ -285,16 +288,17 @@ class DeepseekV41(nn.Module):
         else:
             places = rows if layout.gather is None else layout.gather.index_select(0, rows)
             lm_sum = objective(hidden, self.head.whole(), targets.index_select(0, rows), places + 1)
-        return training_losses(
-            lm_sum,
-            supervised,
-            [block.routing for block in trace.blocks],
-            [(trace.blocks[source].indexer_loss_inputs, mass) for source, mass in trace.attention_mass.items()],
-            layout,
-            self.loss_weights,
-            denominators,
-            self.runtime.train_indexer,
-        )
+        with using(self.runtime.kernels):
+            return training_losses(
+                lm_sum,
+                supervised,
+                [block.routing for block in trace.blocks],
+                [(trace.blocks[source].indexer_loss_inputs, mass) for source, mass in trace.attention_mass.items()],
+                layout,
+                self.loss_weights,
+                denominators,
+                self.runtime.train_indexer,
+            )
 
     def router_biases(self) -> list[tuple[Tensor, Tensor]]:
         """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
@@ -417,7 +421,8 @@ class DeepseekV41(nn.Module):
 
     def final_hidden(self, state: BlockState) -> Tensor:
         """Hidden states [T, d] behind the last block, for the head."""
-        return self.norm(collapse(state.streams, state.pre_mix))
+        with using(self.runtime.kernels):
+            return self.norm(collapse(state.streams, state.pre_mix))
 
     def embed_batch(
         self,
@@ -443,7 +448,8 @@ class DeepseekV41(nn.Module):
         slots = (types == IMAGE).nonzero().flatten()
         found = 0
         if pixel_values is not None and len(image_grid_hws):
-            features = self.aligner(self.vision(pixel_values, image_grid_hws))
+            with using(self.runtime.kernels):
+                features = self.aligner(self.vision(pixel_values, image_grid_hws))
             found = features.shape[0]
         if found != len(slots):
             raise ValueError(

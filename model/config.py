@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from model.kernels.switch import kernels_problem
+
 MODEL_TYPE = "deepseek_v41"
 
 # Keys that configuration files carry without shaping the model, with the only value V4.1 has (None: any).
@@ -248,6 +250,8 @@ class ForwardOptions:
     """How a model is run; nothing here changes its parameters.
 
     attention: "sparse" is the linear-cost path, "dense" the plain masked reference beside it.
+    kernels: "triton" runs the Triton kernels of `model.kernels`, "plain" the functions they replace, "auto" the kernels
+        on CUDA where Triton is installed.
     kv_quant: FP4 fake quantisation of the shared main KV (QAT); the other two quantisers always belong to the forward.
     candidate_pool: apply the hierarchical indexer's candidate restriction.
     decoder_replay: the decoder passes over the last `sliding_window` tokens of a prompt only (SWA bounded replay):
@@ -261,6 +265,7 @@ class ForwardOptions:
     """
 
     attention: Literal["sparse", "dense"] = "sparse"
+    kernels: Literal["auto", "plain", "triton"] = "auto"
     kv_quant: bool = True
     candidate_pool: bool = True
     decoder_replay: bool = False
@@ -274,6 +279,8 @@ class ForwardOptions:
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
         if self.frozen not in ("packed", "values"):
             raise ValueError(f"runtime.frozen: {self.frozen!r} is unknown, allowed are 'packed' and 'values'")
+        if problem := kernels_problem(self.kernels):
+            raise ValueError(f"runtime.kernels: {problem}")
 
 
 @dataclass(frozen=True)

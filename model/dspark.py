@@ -38,6 +38,7 @@ from model.checkpoint.released import read_headers
 from model.config import DraftObjective, ForwardOptions, ModelConfig, TextConfig, drafter_problems
 from model.hyper import collapse, expand
 from model.init import init_weights
+from model.kernels.switch import using
 from model.layout import SequenceLayout
 from model.loss import draft_distances
 from model.moe import Routing
@@ -238,23 +239,24 @@ class Stage(Block):
             self.confidence_head = ConfidenceHead(config)
 
     def forward(
-        self, state: BlockState, context_keys: Tensor, layout: DraftLayout, plain: bool
+        self, state: BlockState, context_keys: Tensor, layout: DraftLayout, runtime: ForwardOptions
     ) -> tuple[BlockState, Routing]:
-        """state of N*B drafts, context_keys [M, D] that the layout's places point into. plain: one block after the
-        other, by the reference attention.
+        """state of N*B drafts, context_keys [M, D] that the layout's places point into. `attention="dense"`: one
+        block after the other, by the reference attention.
         """
-        streams = state.streams
-        mix = self.hc_attn(streams)
-        x = self.attn_norm(collapse(streams, state.pre_mix))
-        q, _ = self.attn.queries(x, layout.phasors)
-        attend = attend_plainly if plain else attend_in_chunks
-        keys = self.attn.window_keys(x, layout.phasors)
-        out = attend(q, keys, context_keys, layout, self.attn.attn_sink, self.attn.scale)
-        streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
-        pre_mix = mix.pre
-        mix = self.hc_ffn(streams)
-        y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout)
-        return BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
+        with using(runtime.kernels):
+            streams = state.streams
+            mix = self.hc_attn(streams)
+            x = self.attn_norm(collapse(streams, state.pre_mix))
+            q, _ = self.attn.queries(x, layout.phasors)
+            attend = attend_plainly if runtime.attention == "dense" else attend_in_chunks
+            keys = self.attn.window_keys(x, layout.phasors)
+            out = attend(q, keys, context_keys, layout, self.attn.attn_sink, self.attn.scale)
+            streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
+            pre_mix = mix.pre
+            mix = self.hc_ffn(streams)
+            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout)
+            return BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
 
 
 class Drafter(nn.Module):
@@ -494,14 +496,15 @@ class Drafter(nn.Module):
         noise[:, 0] = first
         with torch.no_grad():
             x = self.backbone.embed(noise.flatten())
-        state, routings, plain = self.backbone.init_streams(x), [], self.runtime.attention == "dense"
+        state, routings = self.backbone.init_streams(x), []
         for stage, keys in zip(self.mtp, context_keys, strict=True):
             if self.runtime.recompute and torch.is_grad_enabled():
-                state, routing = checkpoint(stage, state, keys, layout, plain, use_reentrant=False)
+                state, routing = checkpoint(stage, state, keys, layout, self.runtime, use_reentrant=False)
             else:
-                state, routing = stage(state, keys, layout, plain)
+                state, routing = stage(state, keys, layout, self.runtime)
             routings.append(routing)
-        return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
+        with using(self.runtime.kernels):
+            return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
 
     def remember(self, entering: Tensor, step: Step) -> None:
         """Add the context keys of a step's tokens to the cache; entering [T, target layers * d] of these."""

@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.kernels.switch import in_triton
 from model.layout import SequenceLayout
 from model.no_wait import Constant
 from model.parallel.ranks import RankGroup
@@ -201,9 +202,13 @@ class Engram(nn.Module):
     def forward(self, streams: Tensor, lookup: Lookup, layout: SequenceLayout) -> Tensor:
         """streams [T, n, d], the table's rows `hash_ids` [T, G] -> streams with the gated value added."""
         memory = self.wkv(lookup.rows().flatten(1)).unflatten(-1, (self.n + 1, -1))
+        weight = (self.q_weight * self.k_weight).float()
+        if in_triton(streams):
+            from model.kernels import engram as kernels
+
+            return kernels.add_gated(streams, memory, weight, layout.image, self.eps)
         key, value = memory[:, : self.n].float(), memory[:, self.n].float()
         x = streams.float()
-        weight = (self.q_weight * self.k_weight).float()
         dot = (x * weight * key).sum(-1) * x.shape[-1] ** -0.5
         s = dot * torch.rsqrt(x.square().mean(-1) + self.eps) * torch.rsqrt(key.square().mean(-1) + self.eps)
         gate = torch.sigmoid(s.sign() * s.abs().clamp(min=1e-6).sqrt())

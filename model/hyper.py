@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.kernels.switch import in_triton
 
 
 class Mix(NamedTuple):
@@ -38,6 +39,11 @@ class HyperConnection(nn.Module):
 
     def forward(self, streams: Tensor) -> Mix:
         """streams [T, n, d] -> the coefficients of this sublayer."""
+        if in_triton(streams):
+            from model.kernels import hyper as kernels
+
+            parameters = (self.fn, self.base, self.scale)
+            return Mix(*kernels.coefficients(streams, *parameters, self.iters, self.hc_eps, self.eps))
         n = self.n
         with torch.autocast(streams.device.type, enabled=False):
             flat = streams.flatten(1).float()
@@ -114,6 +120,10 @@ class _Sinkhorn(torch.autograd.Function):
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    if in_triton(streams):
+        from model.kernels import hyper as kernels
+
+        return kernels.collapse(streams, pre)
     return _Collapse.apply(streams, pre)
 
 
@@ -133,6 +143,10 @@ class _Collapse(torch.autograd.Function):
 
 def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: streams [T, n, d], y [T, d] -> new streams [T, n, d]."""
+    if in_triton(streams):
+        from model.kernels import hyper as kernels
+
+        return kernels.expand(streams, y, post, comb)
     return _Expand.apply(streams, y, post, comb)
 
 

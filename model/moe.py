@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import TextConfig
+from model.kernels.switch import in_triton
 from model.layout import SequenceLayout
 from model.no_wait import Watched, count_ids
 from model.packed import PackedWeight, packed_grouped_linear
@@ -221,6 +222,10 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | Non
     """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]], computed in fp32, returned in gate's
     dtype.
     """
+    if in_triton(gate):
+        from model.kernels import moe as kernels
+
+        return kernels.clamped_swiglu(gate, up, limit, weights)
     return _ClampedSwiGLU.apply(gate, up, limit, weights)
 
 

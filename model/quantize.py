@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.kernels.switch import in_triton
 from model.no_wait import Constant
 
 E4M3_MAX = 448.0
@@ -30,17 +31,25 @@ def fake_quant_fp8(x: Tensor) -> Tensor:
     """E4M3 in groups of 32 along the last axis with a power-of-two scale: the sliding-window KV. Same shape and dtype
     as `x`.
     """
-    return _StraightThrough.apply(x, _fp8)
+    return _straight_through(x, "fp8", _fp8)
 
 
 def fake_quant_mxfp4(x: Tensor) -> Tensor:
     """E2M1 in groups of 32 along the last axis with a power-of-two scale: indexer queries and keys."""
-    return _StraightThrough.apply(x, _mxfp4)
+    return _straight_through(x, "mxfp4", _mxfp4)
 
 
 def fake_quant_fp4(x: Tensor) -> Tensor:
     """E2M1 in groups of 16 along the last axis with an E4M3 scale: the shared main KV, after rotation."""
-    return _StraightThrough.apply(x, _fp4)
+    return _straight_through(x, "fp4", _fp4)
+
+
+def _straight_through(x: Tensor, name: str, rounder: Callable[[Tensor], Tensor]) -> Tensor:
+    if in_triton(x):
+        from model.kernels import rope as kernels
+
+        return kernels.rotate(x, None, rounding=name)
+    return _StraightThrough.apply(x, rounder)
 
 
 class _StraightThrough(torch.autograd.Function):

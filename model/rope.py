@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model.config import TextConfig
+from model.kernels.switch import in_triton
 
 
 def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
@@ -43,6 +44,10 @@ def rotations(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 def rotate(x: Tensor, phasors: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last 2*phasors.shape[-1] channels of x [T, ..., D] by phasors [T, rope/2]; `inverse` turns back."""
+    if in_triton(x):
+        from model.kernels import rope as kernels
+
+        return kernels.rotate(x, phasors, inverse)
     return _Rotate.apply(x, phasors.conj() if inverse else phasors)
 
 

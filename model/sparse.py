@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.kernels.switch import in_triton
 from model.precision import without_autocast
 
 # Score elements alive at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
@@ -111,6 +112,11 @@ def sparse_attention(
     window: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The linear-cost path: same arguments and results as `dense_attention`, plus the window size W."""
+    if in_triton(q):
+        from model.kernels import sparse as kernels
+
+        if kernels.supports(q):
+            return kernels.sparse_attention(q, window_kv, window_start, entries, topk_indices, sink, scale, window)
     if topk_indices is None:
         entries = window_kv.new_zeros(0, window_kv.shape[1])
         topk_indices = torch.empty(q.shape[0], 0, dtype=torch.int32, device=q.device)

@@ -133,9 +133,13 @@ def _differentiate_coefficients(ctx, d_pre, d_post, d_comb, *_):
 _coefficients.register_autograd(_differentiate_coefficients, setup_context=_save_coefficients)
 
 
-@operator("mhc_collapse")
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """sum_i pre[:, i] * streams[:, i]: contiguous [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    return _collapse(streams.contiguous(), pre.contiguous())
+
+
+@operator("mhc_collapse")
+def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
     tokens, n, d = streams.shape
     out = streams.new_empty(tokens, d)
     columns = min(COLUMNS, padded(d))
@@ -169,15 +173,19 @@ def _collapse_backward(grad: Tensor, streams: Tensor, pre: Tensor) -> tuple[Tens
     return d_streams, d_pre
 
 
-collapse.register_autograd(
+_collapse.register_autograd(
     lambda ctx, grad: _collapse_backward(grad.contiguous(), *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
-@operator("mhc_expand")
 def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: contiguous streams [T, n, d], y [T, d] -> [T, n, d]."""
+    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: streams [T, n, d], y [T, d] -> [T, n, d]."""
+    return _expand(*(x.contiguous() for x in (streams, y, post, comb)))
+
+
+@operator("mhc_expand")
+def _expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     tokens, n, d = streams.shape
     out = torch.empty_like(streams)
     columns = min(COLUMNS, padded(d))
@@ -214,7 +222,7 @@ def _expand_backward(
     return d_streams, d_y, d_post, d_comb
 
 
-expand.register_autograd(
+_expand.register_autograd(
     lambda ctx, grad: _expand_backward(grad.contiguous(), *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )

@@ -82,5 +82,5 @@ def test_operators_hold_what_pytorch_asks_of_them(device: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     parameters: tuple[Tensor, ...] = (hc.fn, hc.base, hc.scale)
     torch.library.opcheck(fast._coefficients, (streams, *parameters, 3, 1e-6, 1e-20), test_utils=checks)
-    torch.library.opcheck(fast.collapse, (streams, pre), test_utils=checks)
-    torch.library.opcheck(fast.expand, (streams, y, post, comb), test_utils=checks)
+    torch.library.opcheck(fast._collapse, (streams, pre), test_utils=checks)
+    torch.library.opcheck(fast._expand, (streams, y, post, comb), test_utils=checks)
