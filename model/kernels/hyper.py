@@ -133,6 +133,19 @@ def _differentiate_coefficients(ctx, d_pre, d_post, d_comb, *_):
 _coefficients.register_autograd(_differentiate_coefficients, setup_context=_save_coefficients)
 
 
+def _tile(streams: Tensor) -> dict:
+    """Constants of collapse and expand: tiles of COLUMNS columns, of several tokens where a token has fewer."""
+    _, n, d = streams.shape
+    columns = min(COLUMNS, padded(d))
+    return {
+        "N": n,
+        "N_TILE": padded(n),
+        "TOKENS_TILE": max(1, COLUMNS // columns),
+        "COLUMNS": columns,
+        "num_warps": 8,
+    }
+
+
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
     return _collapse(streams.contiguous(), pre.contiguous())
@@ -142,15 +155,12 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
     tokens, n, d = streams.shape
     out = streams.new_empty(tokens, d)
-    columns = min(COLUMNS, padded(d))
+    sizes = _tile(streams)
     launch(
         _collapse_kernel,
-        (tokens, triton.cdiv(d, columns)),
-        *(streams, pre, out, d),
-        N=n,
-        N_TILE=padded(n),
-        COLUMNS=columns,
-        num_warps=4,
+        (triton.cdiv(tokens, sizes["TOKENS_TILE"]), triton.cdiv(d, sizes["COLUMNS"])),
+        *(streams, pre, out, tokens, d),
+        **sizes,
         flops=2.0 * streams.numel(),
     )
     return out
@@ -159,15 +169,12 @@ def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
 @operator("mhc_collapse_backward")
 def _collapse_backward(grad: Tensor, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
     tokens, n, d = streams.shape
-    d_streams, d_pre = torch.empty_like(streams), torch.empty_like(pre)
+    d_streams, d_pre, sizes = torch.empty_like(streams), torch.empty_like(pre), _tile(streams)
     launch(
         _collapse_backward_kernel,
-        (tokens,),
-        *(grad, streams, pre, d_streams, d_pre, d),
-        N=n,
-        N_TILE=padded(n),
-        COLUMNS=min(COLUMNS, padded(d)),
-        num_warps=4,
+        (triton.cdiv(tokens, sizes["TOKENS_TILE"]),),
+        *(grad, streams, pre, d_streams, d_pre, tokens, d),
+        **sizes,
         flops=3.0 * streams.numel(),
     )
     return d_streams, d_pre
@@ -188,15 +195,12 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def _expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     tokens, n, d = streams.shape
     out = torch.empty_like(streams)
-    columns = min(COLUMNS, padded(d))
+    sizes = _tile(streams)
     launch(
         _expand_kernel,
-        (tokens, triton.cdiv(d, columns)),
-        *(streams, y, post, comb, out, d),
-        N=n,
-        N_TILE=padded(n),
-        COLUMNS=columns,
-        num_warps=4,
+        (triton.cdiv(tokens, sizes["TOKENS_TILE"]), triton.cdiv(d, sizes["COLUMNS"])),
+        *(streams, y, post, comb, out, tokens, d),
+        **sizes,
         flops=2.0 * streams.numel() * (n + 1),
     )
     return out
@@ -208,15 +212,12 @@ def _expand_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, n, d = streams.shape
     d_streams, d_y = torch.empty_like(streams), torch.empty_like(y)
-    d_post, d_comb = torch.empty_like(post), torch.empty_like(comb)
+    d_post, d_comb, sizes = torch.empty_like(post), torch.empty_like(comb), _tile(streams)
     launch(
         _expand_backward_kernel,
-        (tokens,),
-        *(grad, streams, y, post, comb, d_streams, d_y, d_post, d_comb, d),
-        N=n,
-        N_TILE=padded(n),
-        COLUMNS=min(COLUMNS, padded(d)),
-        num_warps=4,
+        (triton.cdiv(tokens, sizes["TOKENS_TILE"]),),
+        *(grad, streams, y, post, comb, d_streams, d_y, d_post, d_comb, tokens, d),
+        **sizes,
         flops=4.0 * streams.numel() * (n + 1),
     )
     return d_streams, d_y, d_post, d_comb
@@ -455,53 +456,85 @@ def _coefficients_backward_kernel(
 
 
 @triton.jit
-def _collapse_kernel(streams, pre, out, d, N: tl.constexpr, N_TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    stream = tl.arange(0, N_TILE)
-    here = (stream < N)[:, None] & (column < d)[None, :]
-    x = tl.load(streams + token * N * d + stream[:, None] * d + column[None, :], mask=here, other=0.0).to(tl.float32)
-    weight = tl.load(pre + token * N + stream, mask=stream < N, other=0.0)
-    total = tl.sum(x * weight[:, None], 0)
-    tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=column < d)
+def _collapse_kernel(
+    streams,
+    pre,
+    out,
+    tokens,
+    d,
+    N: tl.constexpr,
+    N_TILE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token, number, column = _place(TOKENS_TILE, N_TILE)
+    column += tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    known = (token < tokens) & (number < N)
+    x = tl.load(streams + (token * N + number) * d + column, mask=known & (column < d), other=0.0).to(tl.float32)
+    total = tl.sum(x * tl.load(pre + token * N + number, mask=known, other=0.0), 1, keep_dims=True)
+    tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=(token < tokens) & (column < d))
+
+
+@triton.jit
+def _place(TOKENS_TILE: tl.constexpr, N_TILE: tl.constexpr):
+    """Tokens [TOKENS_TILE, 1, 1] int64, streams [1, N_TILE, 1], and a zero [1, 1, 1] to count columns from."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)[:, None, None]
+    return token, tl.arange(0, N_TILE)[None, :, None], tl.zeros([1, 1, 1], tl.int32)
 
 
 @triton.jit
 def _collapse_backward_kernel(
-    grad, streams, pre, d_streams, d_pre, d, N: tl.constexpr, N_TILE: tl.constexpr, COLUMNS: tl.constexpr
+    grad,
+    streams,
+    pre,
+    d_streams,
+    d_pre,
+    tokens,
+    d,
+    N: tl.constexpr,
+    N_TILE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, N_TILE)
-    weight = tl.load(pre + token * N + stream, mask=stream < N, other=0.0)
-    total = tl.zeros([N_TILE], tl.float32)
+    token, number, zero = _place(TOKENS_TILE, N_TILE)
+    known = (token < tokens) & (number < N)
+    weight = tl.load(pre + token * N + number, mask=known, other=0.0)
+    total = tl.zeros([TOKENS_TILE, N_TILE, 1], tl.float32)
     for at in range(0, d, COLUMNS):
-        column = at + tl.arange(0, COLUMNS)
-        here = (stream < N)[:, None] & (column < d)[None, :]
-        place = stream[:, None] * d + column[None, :]
-        g = tl.load(grad + token * d + column, mask=column < d, other=0.0).to(tl.float32)
-        x = tl.load(streams + token * N * d + place, mask=here, other=0.0).to(tl.float32)
-        total += tl.sum(x * g[None, :], 1)
-        d_x = g[None, :] * weight[:, None]
-        tl.store(d_streams + token * N * d + place, d_x.to(d_streams.dtype.element_ty), mask=here)
-    tl.store(d_pre + token * N + stream, total, mask=stream < N)
+        column = zero + at + tl.arange(0, COLUMNS)[None, None, :]
+        here, place = known & (column < d), (token * N + number) * d + column
+        g = tl.load(grad + token * d + column, mask=(token < tokens) & (column < d), other=0.0).to(tl.float32)
+        x = tl.load(streams + place, mask=here, other=0.0).to(tl.float32)
+        total += tl.sum(x * g, 2, keep_dims=True)
+        tl.store(d_streams + place, (g * weight).to(d_streams.dtype.element_ty), mask=here)
+    tl.store(d_pre + token * N + number, total, mask=known)
 
 
 @triton.jit
-def _expand_kernel(streams, y, post, comb, out, d, N: tl.constexpr, N_TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    stream = tl.arange(0, N_TILE)
-    inside = column < d
-    streams += token * N * d
-    out += token * N * d
-    x = tl.load(
-        streams + stream[:, None] * d + column[None, :], mask=(stream < N)[:, None] & inside[None, :], other=0.0
-    ).to(tl.float32)
+def _expand_kernel(
+    streams,
+    y,
+    post,
+    comb,
+    out,
+    tokens,
+    d,
+    N: tl.constexpr,
+    N_TILE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token, number, column = _place(TOKENS_TILE, N_TILE)
+    column += tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    real = token < tokens
+    known, inside = real & (number < N), real & (column < d)
+    x = tl.load(streams + (token * N + number) * d + column, mask=known & inside, other=0.0).to(tl.float32)
     new = tl.load(y + token * d + column, mask=inside, other=0.0).to(tl.float32)
     for target in tl.static_range(N):
-        weight = tl.load(comb + token * N * N + stream * N + target, mask=stream < N, other=0.0)
-        total = tl.sum(x * weight[:, None], 0) + new * tl.load(post + token * N + target)
-        tl.store(out + target * d + column, total.to(out.dtype.element_ty), mask=inside)
+        weight = tl.load(comb + (token * N + number) * N + target, mask=known, other=0.0)
+        total = tl.sum(x * weight, 1, keep_dims=True)
+        total += new * tl.load(post + token * N + target, mask=real, other=0.0)
+        tl.store(out + (token * N + target) * d + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -515,38 +548,35 @@ def _expand_backward_kernel(
     d_y,
     d_post,
     d_comb,
+    tokens,
     d,
     N: tl.constexpr,
     N_TILE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, N_TILE)
-    grad += token * N * d
-    streams += token * N * d
-    d_streams += token * N * d
-    post += token * N
-    comb += token * N * N
-    sum_post = tl.zeros([N_TILE], tl.float32)
-    sum_comb = tl.zeros([N_TILE, N_TILE], tl.float32)  # [source, target]
+    token, number, zero = _place(TOKENS_TILE, N_TILE)
+    target_number = tl.trans(number, 0, 2, 1)  # [1, 1, N_TILE]
+    real = token < tokens
+    known = real & (number < N)
+    sum_post = tl.zeros([TOKENS_TILE, 1, N_TILE], tl.float32)
+    sum_comb = tl.zeros([TOKENS_TILE, N_TILE, N_TILE], tl.float32)  # [., source, target]
     for at in range(0, d, COLUMNS):
-        column = at + tl.arange(0, COLUMNS)
-        inside = column < d
-        here = (stream < N)[:, None] & inside[None, :]
-        place = stream[:, None] * d + column[None, :]
-        x = tl.load(streams + place, mask=here, other=0.0).to(tl.float32)
+        column = zero + at + tl.arange(0, COLUMNS)[None, None, :]
+        inside, place = real & (column < d), (token * N + number) * d + column
+        x = tl.load(streams + place, mask=known & inside, other=0.0).to(tl.float32)
         new = tl.load(y + token * d + column, mask=inside, other=0.0).to(tl.float32)
-        d_x = tl.zeros([N_TILE, COLUMNS], tl.float32)
-        d_new = tl.zeros([COLUMNS], tl.float32)
+        d_x = tl.zeros([TOKENS_TILE, N_TILE, COLUMNS], tl.float32)
+        d_new = tl.zeros([TOKENS_TILE, 1, COLUMNS], tl.float32)
         for target in tl.static_range(N):
-            g = tl.load(grad + target * d + column, mask=inside, other=0.0).to(tl.float32)
-            weight = tl.load(comb + stream * N + target, mask=stream < N, other=0.0)
-            d_x += weight[:, None] * g[None, :]
-            d_new += tl.load(post + target) * g
-            sum_post += tl.where(stream == target, tl.sum(g * new, 0), 0.0)
-            sum_comb += tl.where((stream == target)[None, :], tl.sum(x * g[None, :], 1)[:, None], 0.0)
-        tl.store(d_streams + place, d_x.to(d_streams.dtype.element_ty), mask=here)
+            g = tl.load(grad + (token * N + target) * d + column, mask=inside, other=0.0).to(tl.float32)
+            d_x += g * tl.load(comb + (token * N + number) * N + target, mask=known, other=0.0)
+            d_new += g * tl.load(post + token * N + target, mask=real, other=0.0)
+            chosen = target_number == target
+            sum_post += tl.where(chosen, tl.sum(g * new, 2, keep_dims=True), 0.0)
+            sum_comb += tl.where(chosen, tl.sum(x * g, 2, keep_dims=True), 0.0)
+        tl.store(d_streams + place, d_x.to(d_streams.dtype.element_ty), mask=known & inside)
         tl.store(d_y + token * d + column, d_new.to(d_y.dtype.element_ty), mask=inside)
-    tl.store(d_post + token * N + stream, sum_post, mask=stream < N)
-    both = (stream < N)[:, None] & (stream < N)[None, :]
-    tl.store(d_comb + token * N * N + stream[:, None] * N + stream[None, :], sum_comb, mask=both)
+    tl.store(d_post + token * N + target_number, sum_post, mask=real & (target_number < N))
+    place = (token * N + number) * N + target_number
+    tl.store(d_comb + place, sum_comb, mask=known & (target_number < N))

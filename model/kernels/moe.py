@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-COLUMNS = 1024  # of one tile
+ELEMENTS = 1024  # of one tile
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
@@ -18,7 +18,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | Non
 @operator("clamped_swiglu")
 def _swiglu(gate: Tensor, up: Tensor, weights: Tensor | None, limit: float) -> Tensor:
     out = torch.empty_like(gate)
-    launch(_swiglu_kernel, (len(gate),), *(gate, up, weights, out, limit), **_sizes(gate, weights))
+    sizes = _sizes(gate, weights)
+    launch(_swiglu_kernel, _grid(gate, sizes), *(gate, up, weights, out, limit, len(gate)), **sizes)
     return out
 
 
@@ -30,14 +31,20 @@ def _swiglu_backward(
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     d_weights = gate.new_empty(0) if weights is None else torch.empty_like(weights)
     tensors = (grad, gate, up, weights, d_gate, d_up, d_weights)
-    launch(_swiglu_backward_kernel, (len(gate),), *tensors, limit, **_sizes(gate, weights))
+    sizes = _sizes(gate, weights)
+    launch(_swiglu_backward_kernel, _grid(gate, sizes), *tensors, limit, len(gate), **sizes)
     return d_gate, d_up, d_weights
 
 
 def _sizes(gate: Tensor, weights: Tensor | None) -> dict:
     width = gate.shape[1]
-    sizes = {"WIDTH": width, "COLUMNS": min(COLUMNS, padded(width)), "WEIGHTED": weights is not None}
-    return sizes | {"num_warps": 4}
+    columns = min(ELEMENTS, padded(width))
+    tile = {"WIDTH": width, "COLUMNS": columns, "ROWS_TILE": ELEMENTS // columns}
+    return tile | {"WEIGHTED": weights is not None, "num_warps": 4}
+
+
+def _grid(gate: Tensor, sizes: dict) -> tuple[int]:
+    return (triton.cdiv(len(gate), sizes["ROWS_TILE"]),)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -65,15 +72,26 @@ def _clamped(gate, up, place, here, limit):
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, weights, out, limit, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _swiglu_kernel(
+    gate,
+    up,
+    weights,
+    out,
+    limit,
+    rows,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)[:, None]
     for at in range(0, WIDTH, COLUMNS):
-        column = at + tl.arange(0, COLUMNS)
-        here, place = column < WIDTH, row * WIDTH + column
+        column = at + tl.arange(0, COLUMNS)[None, :]
+        here, place = (row < rows) & (column < WIDTH), row * WIDTH + column
         g, sigmoid, u, _, _ = _clamped(gate, up, place, here, limit)
         value = g * sigmoid * u
         if WEIGHTED:
-            value *= tl.load(weights + row)
+            value *= tl.load(weights + row, mask=row < rows, other=0.0)
         tl.store(out + place, value.to(out.dtype.element_ty), mask=here)
 
 
@@ -87,23 +105,25 @@ def _swiglu_backward_kernel(
     d_up,
     d_weights,
     limit,
+    rows,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([COLUMNS], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)[:, None]
+    total = tl.zeros([ROWS_TILE, 1], tl.float32)
     for at in range(0, WIDTH, COLUMNS):
-        column = at + tl.arange(0, COLUMNS)
-        here, place = column < WIDTH, row * WIDTH + column
+        column = at + tl.arange(0, COLUMNS)[None, :]
+        here, place = (row < rows) & (column < WIDTH), row * WIDTH + column
         g, sigmoid, u, gate_inside, up_inside = _clamped(gate, up, place, here, limit)
         upstream = tl.load(grad + place, mask=here, other=0.0).to(tl.float32)
         if WEIGHTED:
-            total += upstream * g * sigmoid * u
-            upstream *= tl.load(weights + row)
+            total += tl.sum(upstream * g * sigmoid * u, 1, keep_dims=True)
+            upstream *= tl.load(weights + row, mask=row < rows, other=0.0)
         by_gate = tl.where(gate_inside, upstream * u * sigmoid * (1 + g * (1 - sigmoid)), 0.0)
         by_up = tl.where(up_inside, upstream * g * sigmoid, 0.0)
         tl.store(d_gate + place, by_gate.to(d_gate.dtype.element_ty), mask=here)
         tl.store(d_up + place, by_up.to(d_up.dtype.element_ty), mask=here)
     if WEIGHTED:
-        tl.store(d_weights + row, tl.sum(total, 0))
+        tl.store(d_weights + row, total, mask=row < rows)

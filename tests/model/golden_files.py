@@ -128,13 +128,15 @@ def load_oracle(name: str) -> Oracle:
 @lru_cache(maxsize=2)
 def run(name: str, attention: str) -> Case:
     """Run a case's checkpoint through the public API, forward and backward, taking the oracle's side at rounding edges.
+    `attention`: dense, sparse, or kernels, which is sparse with everything that model.kernels has.
 
     A cache value within fp32 noise of the middle between two FP4 or FP8 values may become either, and that single
     value can move a later selection. So where a rounded value differs from the oracle's, the oracle's is used and the
     difference is listed in `flips`, for a test to show that they are few and lie on an edge.
     """
     oracle = load_oracle(name)
-    model = load_pretrained(oracle.folder, runtime=ForwardOptions(attention=attention))
+    runtime = ForwardOptions(kernels="triton") if attention == "kernels" else ForwardOptions(attention=attention)
+    model = load_pretrained(oracle.folder, runtime=runtime)
     with oracle_rounding(oracle, model) as flips:
         output, trace = traced(model, oracle.inputs)
     output.loss.backward()

@@ -15,6 +15,7 @@ from golden_files import Case, load_oracle, oracle_rounding, run, traced
 
 import model.attention
 from model import ForwardOptions, load_pretrained
+from model.kernels.switch import installed
 
 EXACT = [
     "text",
@@ -26,6 +27,7 @@ EXACT = [
     "detail/b_engram",
     "detail/c2_images_engram_pad",
 ]
+needs_triton = pytest.mark.skipif(not installed(), reason="the package triton is not installed")
 TRUE_SIZES = ["heads512", "detail/f_prod_heads"]  # head_dim 512: many more values that may lie on an edge
 PATHS = ["dense", "sparse"]
 
@@ -38,7 +40,12 @@ FLIPS = {"detail/f_prod_heads": 120}
 GRADIENT_TOLERANCE = {"detail/c2_images_engram_pad": 2e-3, "detail/f_prod_heads": 2e-2}
 
 
-@pytest.fixture(scope="module", params=[(n, p) for n in EXACT + TRUE_SIZES for p in PATHS], ids="-".join)
+CASES = [(n, p) for n in EXACT + TRUE_SIZES for p in PATHS]
+# Without a GPU the kernels run in Triton's interpreter, one program after the other.
+INTERPRETED = pytest.param(("text", "kernels"), marks=[pytest.mark.slow, needs_triton])
+
+
+@pytest.fixture(scope="module", params=[*CASES, INTERPRETED], ids="-".join)
 def named(request) -> tuple[str, Case]:
     return request.param[0], run(*request.param)
 
