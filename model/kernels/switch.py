@@ -6,8 +6,10 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SETTINGS = ("auto", "plain", "triton")
 _setting = "auto"
