@@ -57,6 +57,8 @@ def engram_tables(config: TextConfig) -> EngramTables:
 
 @lru_cache(maxsize=8)
 def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, compressed_vocab: int) -> EngramTables:
+    from sympy import nextprime  # takes most of a second to import, which runs without Engram need not wait for
+
     bound = max(1, (2**63 - 1) // compressed_vocab // 2)
     used: set[int] = set()
     multipliers, primes, offsets, rows = [], [], [], []
@@ -67,41 +69,15 @@ def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, com
         for _ in range(orders - 1):
             candidate = vocab - 1
             for _ in range(heads):
-                candidate = _next_unused_prime(candidate, used)
+                candidate = nextprime(candidate)
+                while candidate in used:
+                    candidate = nextprime(candidate)
                 used.add(candidate)
                 sizes.append(candidate)
         primes.append(tuple(sizes))
         offsets.append(tuple(sum(sizes[:i]) for i in range(len(sizes))))
         rows.append(sum(sizes))
     return EngramTables(tuple(multipliers), tuple(primes), tuple(offsets), tuple(rows))
-
-
-def _next_unused_prime(after: int, used: set[int]) -> int:
-    candidate = max(after + 1, 2)
-    while candidate in used or not _is_prime(candidate):
-        candidate += 1
-    return candidate
-
-
-def _is_prime(n: int) -> bool:
-    """Deterministic Miller-Rabin, exact below 3.3e24."""
-    small = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
-    if n < 2 or any(n % p == 0 for p in small):
-        return n in small
-    odd, twos = n - 1, 0
-    while odd % 2 == 0:
-        odd, twos = odd // 2, twos + 1
-    for base in small:
-        x = pow(base, odd, n)
-        if x in (1, n - 1):
-            continue
-        for _ in range(twos - 1):
-            x = x * x % n
-            if x == n - 1:
-                break
-        else:
-            return False
-    return True
 
 
 def build_token_map(tokenizer: Tokenizer) -> Tensor:

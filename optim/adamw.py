@@ -5,7 +5,6 @@ optimisation).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 
 import torch
 from torch import Tensor
@@ -25,22 +24,30 @@ def adamw_step(
     weight_decay: float,
     settings: AdamWSettings,
 ) -> None:
-    """One step, in place on `params`, `means` and `squares` (fp32, shaped as the parameters), in a few fused
-    operations.
+    """One step, in place on `params`, `means` and `squares` (fp32, shaped as the parameters), in one fused operation.
 
     m = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  w = w*(1 - lr*wd) - lr * (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps),
     where `steps` holds each parameter's own t, counted from 1 (a parameter that was frozen before starts at 1).
     """
-    b1, b2 = settings.beta1, settings.beta2
-    grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
-    torch._foreach_lerp_(means, grads, 1 - b1)
-    torch._foreach_mul_(squares, b2)
-    torch._foreach_addcmul_(squares, grads, grads, value=1 - b2)
-    divisors = torch._foreach_sqrt(squares)
-    torch._foreach_div_(divisors, [sqrt(1 - b2**t) for t in steps])
-    torch._foreach_add_(divisors, settings.eps)
-    updates = torch._foreach_div(means, divisors)
-    torch._foreach_mul_(updates, [-lr / (1 - b1**t) for t in steps])
-    if weight_decay:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, updates)
+    if not params:
+        return
+    wide = [p.float() for p in params]  # the fused operation takes one dtype; fp32 tensors are not copied
+    number = {t: torch.full((), float(t), device=params[0].device) for t in set(steps)}
+    torch._fused_adamw_(
+        wide,
+        [g.float() for g in grads],
+        means,
+        squares,
+        [],
+        [number[t] for t in steps],
+        lr=lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    for p, updated in zip(params, wide, strict=True):
+        if updated is not p:
+            p.copy_(updated)

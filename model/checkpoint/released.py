@@ -1,7 +1,7 @@
 """The released layout on disk: which weights are quantised and how, and safetensors shards read and written in pieces.
 
 V4.1 report (arXiv 2609.19969), released config and weights. A quantised `X.weight` has its scales beside it as
-`X.scale`; everything else is bf16 or fp32. Which parameter has which name is in checkpoint.py.
+`X.scale`; everything else is bf16 or fp32. Which parameter has which name is in names.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -301,25 +302,23 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
     Several processes give the same bundles, and each the rows that it is to write; the files are those that one process
     would write. They write into the same files, so all of them must see the folder.
     """
-    shards: list[list[Stored]] = [[]]
-    room = shard_bytes
-    for bundle in bundles:
-        size = sum(stored.nbytes for stored in bundle)
-        if size > room and shards[-1]:
-            shards.append([])
-            room = shard_bytes
-        shards[-1] += bundle
-        room -= size
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    write_files({folder / file: shard for file, shard in zip(names, shards, strict=True)}, ranks)
-    total = sum(stored.nbytes for shard in shards for stored in shard)
-    if len(shards) > 1 and ranks.rank == 0:
-        where = {stored.name: file for file, shard in zip(names, shards, strict=True) for stored in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+    by_name = {bundle[0].name: bundle for bundle in bundles}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda bundle: sum(stored.nbytes for stored in bundle),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    shards = {
+        file: [stored for name in names for stored in by_name[name]]
+        for file, names in split.filename_to_tensors.items()
+    }
+    write_files({folder / file: shard for file, shard in shards.items()}, ranks)
+    if split.is_sharded and ranks.rank == 0:
+        where = {stored.name: file for file, shard in shards.items() for stored in shard}
+        index = {"metadata": split.metadata, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return total
+    return split.metadata["total_size"]
 
 
 def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ONE_RANK) -> None:

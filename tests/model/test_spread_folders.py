@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 
 import model.checkpoint.released
 import model.checkpoint.save
@@ -16,6 +15,7 @@ from model import build_model, load_weights, save_pretrained
 from model.checkpoint.names import released_tensors
 from model.parallel.ranks import Parallel, RankGroup
 from tests import processes
+from tests.model.tiny import tiny_config, tiny_model
 
 PART = Parallel(experts=RankGroup(None, 1, 2), tables=RankGroup(None, 2, 4), shard_embeddings=True)
 
