@@ -105,6 +105,7 @@ clean:
 install: $(STAMP)
 
 # torch goes first: packages that look for it while they build or resolve then find the pinned one.
+# editable_mode=compat: by plain path, so that a folder `data` where a command is started does not hide the package.
 # DS_BUILD_OPS=0: DeepSpeed compiles no native operator, so no compiler is needed.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; python=""; \
@@ -124,12 +125,12 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@echo "Installing into $(VENV) (a few minutes the first time, nothing afterwards)"
 	@$(PY) -m pip install --quiet -c constraints.txt torch
-	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[dev]"
 	@touch $(STAMP)
 
 # nemo-automodel pins another transformers and asks for CUDA packages; what is compared needs neither.
 $(VENV)/.interop: $(STAMP)
 	@echo "Installing the clients of tests/interop into $(VENV)"
-	@$(PY) -m pip install --quiet -c constraints.txt -e ".[interop]"
+	@$(PY) -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[interop]"
 	@$(PY) -m pip install --quiet -c constraints.txt --no-deps nemo-automodel
 	@touch $@

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train import __main__ as program  # noqa: E402
 from train import loop  # noqa: E402
 from train.config.compose import open_overrides  # noqa: E402
-from train.distributed.world import run_to_the_end  # noqa: E402
+from train.distributed.launchers import run_to_the_end  # noqa: E402
 
 
 def prepare(step: int, what: str) -> None:

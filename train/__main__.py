@@ -1,38 +1,47 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
+Torch is imported when all rules over the configuration alone hold.
+
 Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with
 the state saved: run the same command again to continue; 4 another process of the run was lost: the same; 130
-ended at once by Ctrl-C, without saving. Hydra refuses what it cannot compose by 1, as Python does.
+ended at once by Ctrl-C, without saving; 141 nobody reads its output any more. Hydra refuses what it cannot compose by
+1, as Python does.
 """
 
 import os
+import select
 import signal
 import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TextIO
 
 import hydra
 from omegaconf import DictConfig
 
 from train.config.compose import CONF_DIR, open_overrides
+from train.config.help import help_text
 from train.config.parse import parse
-from train.distributed.failure_detector import LOST, RankLost
-from train.distributed.world import LAUNCHERS, run_to_the_end
-from train.errors import REFUSED, Interrupted, NonFiniteError
-from train.tasks import check, convert, dspark, merge, plan, pretrain, rl
+from train.config.tasks import TASKS
+from train.distributed.launchers import LAUNCHERS, run_to_the_end
+from train.errors import LOST, REFUSED, Interrupted, NonFiniteError, RankLost
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; a traceback out of them helps nobody
 
-TASKS = {
-    "pretrain": pretrain.run,
-    "sft": pretrain.run,
-    "rl": rl.run,
-    "distill": rl.run,
-    "dspark": dspark.run,
-    "plan": plan.run,
-    "check": check.run,
-    "convert": convert.run,
-    "merge": merge.run,
-}
+def command() -> None:
+    """What ``python -m train`` and ``narrows`` do with their arguments."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; a traceback out of them helps nobody
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
+    if any(argument.startswith("-") for argument in given):  # something is printed and no task run
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if {"-h", "--help"} & set(given):
+        print(help_text())
+        return
+    try:
+        sys.argv[1:] = open_overrides(given)
+    except REFUSED as error:
+        fail(2, error)
+    run_to_the_end(main)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
@@ -50,17 +59,46 @@ def run_task(raw: DictConfig) -> None:
     """Check the configuration and run its task; problems a user can mend end in a message, not in a traceback."""
     try:
         checked = parse(raw)
-        TASKS[checked.task.kind](checked)
+        task = load_task(checked.task.kind)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        task(checked)
     except (NonFiniteError, FloatingPointError) as error:  # in a step; in generation
         fail(3, error)
     except Interrupted as error:
         fail(75, error)
     except RankLost as error:
         fail(LOST, error, told=error.told)
+    except BrokenPipeError as error:
+        if is_closed(sys.stdout):
+            end_like_other_tools()
+        fail(2, error)
     except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:
         fail(130, "Ended by Ctrl-C, nothing saved. The same command continues from the last checkpoint, or begins.")
+
+
+def load_task(kind: str) -> Callable[[Any], None]:
+    """The function that runs a task of ``TASKS``. It imports torch, which takes seconds."""
+    module, function = TASKS[kind].split(":")
+    return getattr(import_module(module), function)
+
+
+def is_closed(stream: TextIO) -> bool:
+    """Whether nobody reads what is written here any more (``... | head``)."""
+    try:
+        look = select.poll()
+        look.register(stream.fileno(), 0)  # errors are always told
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(event & select.POLLERR for _, event in look.poll(0))
+
+
+def end_like_other_tools() -> None:
+    """End without a word by the signal that ends them when nobody reads what they print: exit code 141 in a shell."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
@@ -75,8 +113,4 @@ def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
-    sys.argv[1:] = open_overrides(given)
-    run_to_the_end(main)
+    command()

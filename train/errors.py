@@ -1,4 +1,4 @@
-"""What a user can mend, told apart from our own mistakes, which keep their traceback."""
+"""How a run can end early: what a user can mend, told apart from our own mistakes, which keep their traceback."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ class NonFiniteError(RuntimeError):
 
 class Interrupted(Exception):
     """The process was asked to stop; the run state is saved."""
+
+
+LOST = 4  # exit code of a process whose run has lost another
+
+
+class RankLost(RuntimeError):
+    """Another process of the run did not start, ended or no longer answers; the message names it. `told`: another
+    process says it.
+    """
+
+    def __init__(self, text: str, told: bool):
+        super().__init__(text)
+        self.told = told

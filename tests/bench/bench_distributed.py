@@ -27,7 +27,7 @@ from train.config.compose import CONF_DIR, open_overrides
 from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed.launch import launch
-from train.distributed.world import find_process, run_to_the_end
+from train.distributed.launchers import find_process, run_to_the_end
 from train.loop import train_step
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "distributed")]

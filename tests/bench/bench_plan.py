@@ -27,7 +27,8 @@ from train.config.compose import CONF_DIR, open_overrides
 from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed.launch import launch
-from train.distributed.world import World, run_to_the_end
+from train.distributed.launchers import run_to_the_end
+from train.distributed.world import World
 from train.loop import train_step
 from train.tasks.plan import plan
 

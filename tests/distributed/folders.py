@@ -31,7 +31,8 @@ from train.checkpoint import run_state, storage  # noqa: E402
 from train.checkpoint.background import Background  # noqa: E402
 from train.checkpoint.run_state import TrainerState  # noqa: E402
 from train.distributed.launch import launch  # noqa: E402
-from train.distributed.world import World, find_process, run_to_the_end  # noqa: E402
+from train.distributed.launchers import find_process, run_to_the_end  # noqa: E402
+from train.distributed.world import World  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [

@@ -20,7 +20,8 @@ from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed.engine import make_groups
 from train.distributed.launch import launch
-from train.distributed.world import World, find_process, run_to_the_end
+from train.distributed.launchers import find_process, run_to_the_end
+from train.distributed.world import World
 from train.errors import NonFiniteError
 from train.loop import train_step
 from train.lora.inject import save_adapter

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from train.__main__ import TASKS
+from train.__main__ import load_task
 from train.config.parse import parse
 from train.errors import InputError
 from train.logging.text import visible
@@ -26,7 +26,7 @@ def checked(compose_raw, overrides, tmp_path, capsys):
         options = ["task=check", "data=chat", f"data.paths=[{path}]", f"data.validation_paths=[{tmp_path}/held.jsonl]"]
         tokenizer = [f"data.tokenizer={path.parent / 'tokenizer.json'}"]
         config = parse(compose_raw(*options, *small, *tokenizer, *changes))
-        TASKS["check"](config)
+        load_task("check")(config)
         return capsys.readouterr().out
 
     from data import DataConfig, load_tokenizer

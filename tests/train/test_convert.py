@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import ModelConfig, build_model, load_pretrained, save_pretrained
-from train.__main__ import TASKS
+from train.__main__ import load_task
 from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.config.schema import Conversion
@@ -27,7 +27,7 @@ def test_there_and_back(tmp_path, compose_raw, plain, capsys) -> None:
     def run(src, dst, format) -> None:
         config = parse(compose_raw("task=convert", f"src={src}", f"dst={dst}", f"format={format}"))
         assert isinstance(config, Conversion)
-        TASKS[config.task.kind](config)
+        load_task(config.task.kind)(config)
 
     first, back, again = (tmp_path / name for name in ("first", "back", "again"))
     run(plain, first, "released")

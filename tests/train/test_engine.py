@@ -26,7 +26,8 @@ from train.config.problems import ConfigError
 from train.distributed import failure_detector
 from train.distributed.failure_detector import Watch
 from train.distributed.launch import launch
-from train.distributed.world import ProcessInfo, World, find_process, pick_device
+from train.distributed.launchers import ProcessInfo, find_process
+from train.distributed.world import World, pick_device
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -259,7 +260,7 @@ def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
 
 PROGRAM = """
 import atexit, os, sys
-from train.distributed.world import run_to_the_end
+from train.distributed.launchers import run_to_the_end
 
 class Kept:
     def __del__(self, write=os.write):

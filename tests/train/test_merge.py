@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from model import ModelConfig, build_model, save_pretrained
-from train.__main__ import TASKS
+from train.__main__ import load_task
 from train.checkpoint import storage
 from train.checkpoint.run_state import latest
 from train.config.parse import parse
@@ -33,7 +33,7 @@ def merge(tmp_path: Path, compose_raw):
         settings = (f"checkpoints=[{listed}]", f"weights={weights}", f"dst={tmp_path / name}", f"format={format}")
         config = parse(compose_raw("task=merge", *settings))
         assert isinstance(config, Merger)
-        TASKS[config.task.kind](config)
+        load_task(config.task.kind)(config)
         return tmp_path / name
 
     return run

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from data import DataConfig
@@ -22,6 +22,7 @@ from optim import Schedule, Settings
 from train.config.dspark import DsparkConfig
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
+from train.config.tasks import known_task
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -31,9 +32,7 @@ class TaskConfig:
     A step has the same ``global_batch_rows`` on any number of processes (see ``per_rank_batch``).
     """
 
-    kind: Literal[
-        "pretrain", "sft", "rl", "distill", "dspark", "plan", "check"
-    ]  # plan: compute what the rest of this configuration costs; check: read its data
+    kind: Annotated[str, AfterValidator(known_task)]  # a task of train/config/tasks.py
     tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
     micro_batch: PositiveInt  # rows in one forward pass of a process, at most
@@ -151,7 +150,7 @@ class Config:
 class SmallTask:
     """A task that needs no training configuration."""
 
-    kind: Literal["convert", "merge"]
+    kind: str  # convert or merge
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from model.packed import packed_weights_aside
 from model.parallel.ranks import RankGroup
-from train.distributed.world import ProcessInfo, World
+from train.distributed.launchers import ProcessInfo
+from train.distributed.world import World
 
 
 class Engine:

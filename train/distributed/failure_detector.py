@@ -19,25 +19,16 @@ from collections.abc import Callable
 import psutil
 import torch.distributed as dist
 
+from train.errors import LOST, RankLost
+
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one after which a process counts as lost
 GRACE = 10.0  # seconds that a process has to end by itself once another is lost
 FAILURES = 3  # beats in a row that the store must refuse: it ends with the process or launcher that holds it
-LOST = 4  # exit code
 AGAIN = "Start the same command again to continue from the last checkpoint"
 PATIENCE = 600.0  # seconds that processes have to start after the first, which can read Python from a slow disk
 REMINDER = 60.0  # seconds between lines that say whom the others wait for
 POLL = 0.1  # seconds between looks at who has started
-
-
-class RankLost(RuntimeError):
-    """Another process of the run did not start, ended or no longer answers; the message names it. `told`: another
-    process says it.
-    """
-
-    def __init__(self, text: str, told: bool):
-        super().__init__(text)
-        self.told = told
 
 
 def meet(rank: int, size: int, local_rank: int) -> dist.Store:

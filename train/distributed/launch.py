@@ -13,7 +13,8 @@ from train.config.problems import ConfigError, problem
 from train.config.schema import ParallelConfig
 from train.distributed.engine import init_distributed, make_groups
 from train.distributed.failure_detector import Watch, meet
-from train.distributed.world import ProcessInfo, World, find_process, pick_device
+from train.distributed.launchers import ProcessInfo, find_process
+from train.distributed.world import World, pick_device
 
 TIMEOUT = timedelta(minutes=30)  # of a collective; the failure detector notices a lost rank earlier
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

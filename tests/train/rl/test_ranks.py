@@ -21,7 +21,7 @@ import sys
 from tests.model.tiny import switch_rounding_off
 from train import __main__ as program
 from train.config.compose import open_overrides
-from train.distributed.world import run_to_the_end
+from train.distributed.launchers import run_to_the_end
 
 switch_rounding_off(setattr)
 sys.argv[1:] = open_overrides(sys.argv[1:])
@@ -33,7 +33,7 @@ STOPPED = """
 import os, signal, sys
 from train import __main__ as program
 from train.config.compose import open_overrides
-from train.distributed.world import run_to_the_end
+from train.distributed.launchers import run_to_the_end
 from train.tasks.rl import LocalRollout
 
 inner, polls = LocalRollout.poll, iter(range(10**6))

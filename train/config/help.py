@@ -1,0 +1,65 @@
+"""What ``python -m train --help`` prints; tasks and groups in the words of the files in ``conf/``."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.config.compose import CONF_DIR
+from train.config.tasks import TASKS
+
+GROUPS = {  # what a choice of each decides; not listed: task, and study, which `python -m train.studies` reads
+    "model": "the shape of the model, in the keys of a released config.json",
+    "data": "where documents come from",
+    "optim": "the method that updates parameters, and its learning rates",
+    "lora": "whether adapters are trained instead of the weights, and of which modules",
+    "parallel": "processes, device and precision",
+    "rollout": "who writes the responses of task=rl and task=distill",
+    "logger": "where the numbers of a run go",
+    "experiment": "a complete run, with a choice of every other group",
+}
+
+
+def help_text() -> str:
+    """The whole text."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = [
+        "usage: python -m train task=NAME [group=CHOICE ...] [key=value ...]      (or: narrows task=NAME ...)",
+        "",
+        "Tasks, each with an example",
+        *(line for name in TASKS for line in _task(name, width)),
+        "",
+        "Groups: group=CHOICE takes the values of conf/<group>/<choice>.yaml",
+        *(line for name in GROUPS for line in _group(name, width)),
+        "",
+        "Keys: key=value changes one value. docs/configuration.md explains every key. A misspelt key or a value that",
+        "cannot be used is refused before anything is built, with all that is wrong in one message.",
+        "",
+        "  --cfg job      print the whole configuration that the other arguments give, and end",
+        "  --hydra-help   flags of Hydra, which composes the configuration",
+    ]
+    return "\n".join(lines)
+
+
+def _task(name: str, width: int) -> Iterator[str]:
+    comment = _comment(CONF_DIR / "task" / f"{name}.yaml")
+    example = next(line.strip() for line in comment if line.strip().startswith("python -m train"))
+    yield from _entry(name, comment[0], width)
+    yield f"{'':14}{example}"
+
+
+def _group(name: str, width: int) -> Iterator[str]:
+    choices = ", ".join(sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml")))
+    yield from _entry(name, f"{GROUPS[name]}: {choices}", width)
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)
+
+
+def _comment(path: Path) -> list[str]:
+    """The lines of the comment that begins a file."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    return [line.removeprefix("#").removeprefix(" ") for line in lines if "@package" not in line]
