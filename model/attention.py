@@ -24,7 +24,7 @@ from model.indexer import Indexer, IndexerLossInputs, select, select_from_candid
 from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
 from model.packed import PackedWeight, packed_block_linear
-from model.quantize import fake_quant_fp4, fake_quant_fp8
+from model.quantize import fake_quant_fp8, main_kv_format
 from model.rope import rotate
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
 
@@ -189,8 +189,8 @@ class Attention(nn.Module):
         kv, keys = rotate(latent, entries.phasors), self.indexer.keys(latent, entries)
         if cache is not None:
             kv, keys = cache.entries(kv, keys)
-        elif runtime.kv_quant:
-            kv = fake_quant_fp4(kv)
+        elif rounding := main_kv_format(runtime.kv_quant):
+            kv = rounding.fake_quant(kv)
         return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
 
     def _index(

@@ -125,10 +125,11 @@ def _join(values: Tensor, scale: Tensor, like: Tensor) -> Tensor:
 
 
 class KVFormat(NamedTuple):
-    """Packed storage of one kind of attention state, bit for bit what its fake quantiser gives: `size` values share a
-    scale. Codes of four bits hold two values a byte, the even one in the low nibble.
+    """One kind of attention state: its fake quantiser, and its packed storage, bit for bit what that gives. `size`
+    values share a scale. Codes of four bits hold two values a byte, the even one in the low nibble.
     """
 
+    fake_quant: Callable[[Tensor], Tensor]
     parts: Callable[[Tensor], tuple[Tensor, Tensor]]
     size: int
     codes: torch.dtype
@@ -159,9 +160,16 @@ class KVFormat(NamedTuple):
         return values.to(dtype)
 
 
-KV_WINDOW = KVFormat(_fp8_parts, 32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-KV_INDEX = KVFormat(_mxfp4_parts, 32, torch.uint8, torch.float8_e8m0fnu)
-KV_MAIN = KVFormat(_fp4_parts, 16, torch.uint8, torch.float8_e4m3fn)
+KV_WINDOW = KVFormat(fake_quant_fp8, _fp8_parts, 32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+KV_INDEX = KVFormat(fake_quant_mxfp4, _mxfp4_parts, 32, torch.uint8, torch.float8_e8m0fnu)
+KV_MAIN = KVFormat(fake_quant_fp4, _fp4_parts, 16, torch.uint8, torch.float8_e4m3fn)
+
+
+def main_kv_format(kv_quant: bool) -> KVFormat | None:
+    """How the main KV is rounded, by the fake quantiser in training and by its storage in a cache; None: it is not.
+    Decided here alone, so that generation cannot disagree with training.
+    """
+    return KV_MAIN if kv_quant else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 from model.cache.store import Store, as_bytes
 from model.config import TextConfig
-from model.quantize import KV_INDEX, KV_MAIN, KV_WINDOW
+from model.quantize import KV_INDEX, KV_WINDOW, main_kv_format
 from model.rope import inverse_frequencies
 
 PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every ratio
@@ -57,7 +57,7 @@ class Cache:
         whole = config.candidate_block_size * self.group
         self.page_tokens = -(-PAGE_TOKENS // whole) * whole
         sources = config.kv_source_layer_ids
-        self.main = {n: Store(KV_MAIN if kv_quant else None, self.device) for n in sources}
+        self.main = {n: Store(main_kv_format(kv_quant), self.device) for n in sources}
         self.index = {n: Store(KV_INDEX, self.device) for n in sources}
         self.window = {n: Store(KV_WINDOW, self.device) for n in range(len(layers) + drafter_stages)}
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}

@@ -27,7 +27,7 @@ from model.backbone import BackboneOutput, BlockState
 from model.checkpoint.names import released_names
 from model.engram import engram_rows
 from model.layout import SequenceLayout, build_layout
-from model.quantize import fake_quant_fp8
+from model.quantize import KV_MAIN, fake_quant_fp4, fake_quant_fp8
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPIES = REPOSITORY / "tests" / "golden"
@@ -163,11 +163,13 @@ def oracle_rounding(oracle: Oracle, model) -> Iterator[list[tuple]]:
     with pytest.MonkeyPatch.context() as patch:
         for module, function, what in ROUNDERS:
             patch.setattr(module, function, _with_oracle(getattr(module, function), what, known[what], flips))
+        rounded = _with_oracle(fake_quant_fp4, "compressed_kv", known["compressed_kv"], flips)
+        main_kv = KV_MAIN._replace(fake_quant=rounded)
+        patch.setattr(attention_module, "main_kv_format", lambda kv_quant: main_kv if kv_quant else None)
         yield flips
 
 
 ROUNDERS = (
-    (attention_module, "fake_quant_fp4", "compressed_kv"),
     (indexer_module, "fake_quant_mxfp4", "index_keys"),
     (attention_module, "fake_quant_fp8", "window_kv"),
 )

@@ -173,11 +173,12 @@ def switch_rounding_off(setter) -> None:
     """
     for module, name in (
         (model.attention, "fake_quant_fp8"),
-        (model.attention, "fake_quant_fp4"),
         (model.indexer, "fake_quant_mxfp4"),
     ):
         setter(module, name, lambda x: x)
-    for name in ("KV_WINDOW", "KV_INDEX", "KV_MAIN"):
+    for module in (model.attention, model.cache.pages):
+        setter(module, "main_kv_format", lambda kv_quant: None)
+    for name in ("KV_WINDOW", "KV_INDEX"):
         setter(model.cache.pages, name, None)  # a store without a format is plain
 
 
