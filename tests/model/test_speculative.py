@@ -169,6 +169,17 @@ def test_confidence_shortens_blocks(no_rounding, monkeypatch) -> None:  # noqa: 
     assert counts[0] > counts[1] > counts[2] == 0
 
 
+def test_bf16_keeps_the_rule() -> None:
+    """Under autocast drafting runs in bf16; what is kept is what the passes' own logits say."""
+    drafter = tiny_drafter(engram=True)
+    requests = [replace(request, temperature=t) for request in GREEDY for t in (0.0, 1.0)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate(drafter.backbone, requests, drafter=drafter)
+    for sample in found:
+        assert 1 + len(sample.accepted) + sum(sample.accepted) == len(sample.tokens) == 12
+        assert all(math.isfinite(value) and value <= 0 for value in sample.log_probs)
+
+
 def test_misuse_is_refused() -> None:
     drafter = tiny_drafter()
     with pytest.raises(ValueError, match="drafter: belongs to another model"):

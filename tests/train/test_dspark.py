@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model import Request, Sample, load_drafter, load_pretrained
+from model import Request, Sample, build_drafter, generate, load_drafter, load_pretrained
+from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.test_resume import numbers
 from train import loop
 from train.anchors import HELD_OUT, candidates, with_anchors
 from train.build import build
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import TrainerState
+from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.evaluation.drafter import evaluate, measures
 from train.studies import drafter as study
@@ -31,8 +34,6 @@ SHAPE = (
 @pytest.fixture(scope="module")
 def origin(compose_raw, overrides, tmp_path_factory) -> Path:
     """The export of a short pretraining run."""
-    from train.config.parse import parse
-
     folder = tmp_path_factory.mktemp("backbone")
     config = parse(
         compose_raw(
@@ -46,8 +47,6 @@ def origin(compose_raw, overrides, tmp_path_factory) -> Path:
 @pytest.fixture
 def make(compose_raw, overrides, origin, tmp_path):
     """The configuration of a drafter's run on the backbone; `None` as a drafter: the one that is there."""
-    from train.config.parse import parse
-
     plain = [text for text in overrides if not text.startswith(("model=", "task.sample"))]
 
     def made(*changes: str, drafter: str | None = SHAPE, init_from: Path | None = None):
@@ -253,8 +252,6 @@ def test_what_cannot_be_trained_is_refused(make, compose_raw, overrides, origin:
     ):
         with pytest.raises(ConfigError, match=message):
             make(*changes, **kinds)
-    from train.config.parse import parse
-
     with pytest.raises(ConfigError, match="task=dspark starts from a checkpoint"):
         parse(compose_raw("task=dspark", *overrides))
 
@@ -301,3 +298,23 @@ def test_accepted_lengths_by_hand() -> None:
     found = study.accepted_lengths(samples, 3)
     assert found["accepted"] == 6 / 5 and found["passes"] == 5
     assert found["by_slot"] == [3 / 5, 2 / 3, 1 / 2]
+
+
+def test_an_adapted_backbone_drafts_alike(compose_raw, overrides, make_config, origin, tmp_path, no_rounding) -> None:  # noqa: F811
+    """Beside LoRA, experts, embedding and head included: the greedy tokens of the adapted model."""
+    changes = [text for text in overrides if not text.startswith("model=")]
+    config = parse(
+        compose_raw(*changes, f"output={tmp_path}", "lora=all", f"init_from={origin}", "task.sample_tokens=0")
+    )
+    run = build(config)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(0.0, 0.1)
+    keys = {"num_nextn_predict_layers": 2, "dspark_target_layer_ids": (2, 5), "dspark_noise_token_id": 511}
+    run.model.config = replace(run.model.config, text=replace(run.model.config.text, **keys))
+    drafter = build_drafter(run.model)
+    requests = [Request((9, 8, 7, number), 12, temperature=0) for number in range(4)]
+    plain = generate(run.model, requests)
+    assert [s.tokens for s in generate(run.model, requests, drafter=drafter)] == [s.tokens for s in plain]
+    assert [s.tokens for s in generate(build(make_config()).model, requests)] != [s.tokens for s in plain]
