@@ -480,6 +480,14 @@ def test_a_configuration_without_a_drafter_is_refused() -> None:
         assert f"text_config.{key}" in str(error.value) or key in str(error.value)
 
 
+def test_a_model_in_memory_takes_the_drafter_of_its_export(tmp_path: Path) -> None:
+    """The export spells out the sizes of the Engram tables."""
+    drafter = tiny_drafter(engram=True)
+    save_pretrained(drafter.backbone, tmp_path / "m", drafter=drafter)
+    back = load_drafter(tmp_path / "m", drafter.backbone)
+    assert all(torch.equal(t, back.state_dict()[name]) for name, t in drafter.state_dict().items())
+
+
 def test_another_backbone_is_refused(written) -> None:
     _, folder = written
     with pytest.raises(ValueError, match="not that of the backbone"):
