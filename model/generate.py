@@ -26,6 +26,7 @@ from model.cache.pages import Cache
 from model.cache.step import Step
 from model.dspark import Draft, Drafter
 from model.layout import build_layout
+from model.sampling import DRAFTED, draw, uniform, verify
 
 
 @dataclass(frozen=True)
@@ -307,9 +308,13 @@ class Generator:
         step = self._step(batch, parts, tentative=True)
         hidden, _, routing = self._run(batch, step)
         found = verify(
-            self.model.head(hidden).split(step.counts),
-            drafted,
-            requests,
+            self.model.head(hidden),
+            counts,
+            drafted.tokens,
+            drafted.logits,
+            torch.tensor([r.temperature for r in requests]),
+            torch.tensor([r.top_p for r in requests]),
+            [r.seed for r in requests],
             places,
         )
         kept = []
@@ -431,111 +436,6 @@ def generate(model: DeepseekV41, requests: Iterable[Request], **options: Any) ->
     while generator.in_flight:
         found.update((sample.id, sample) for sample in generator.step())
     return [found[i] for i in ids]
-
-
-DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # purposes of numbers beside the one that a token is drawn with
-
-
-def uniform(seed: int, position: int, purpose: int = 0) -> float:
-    """The number in [0, 1) that a sequence's token at `position` is drawn with: a hash (splitmix64) of the two. Other
-    purposes give other numbers.
-    """
-    start = _mixed(seed)
-    if purpose:
-        start = _mixed(start + purpose)
-    return _mixed(start + position) / 2**64
-
-
-def _mixed(x: int) -> int:
-    mask = 2**64 - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their log-probabilities fp64 [B].
-
-    logits fp32 [B, V]; temperature [B] (0 = greedy), top_p [B], u fp64 [B] in [0, 1): each row's place in its
-    cumulative distribution. Raises FloatingPointError if a row is no distribution.
-    """
-    log_p = log_distribution(logits, temperature, top_p)
-    drawn = _at(log_p.exp(), u.to(logits.device, torch.float64))
-    tokens = torch.where((temperature == 0).to(logits.device), logits.argmax(-1), drawn)
-    return tokens, log_p.gather(1, tokens[:, None]).squeeze(1)
-
-
-def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """fp64 [B, V] that tokens are drawn from; of greedy rows that of temperature 1. As for `draw`."""
-    temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
-    greedy = temperature == 0
-    log_p = (logits.double() / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    broken = int(log_p.isnan().any(-1).sum())
-    if broken:
-        raise FloatingPointError(
-            f"the logits of {broken} of {len(logits)} sequences hold NaN or infinity; no token can be drawn"
-        )
-    if bool((top_p < 1).any()):
-        ranked = log_p.sort(-1, descending=True)
-        p = ranked.values.exp()
-        behind = p.cumsum(-1) - p >= top_p[:, None]  # enough without this one; never the first
-        behind[:, 0] = False
-        cut = torch.zeros_like(behind).scatter(1, ranked.indices, behind) & ~greedy[:, None]
-        log_p = log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
-    return log_p
-
-
-def _at(weights: Tensor, u: Tensor) -> Tensor:
-    """int64 [B]: where u fp64 [B] in [0, 1) falls among weights fp64 [B, V] that need not sum to 1."""
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
-    target = (u[:, None] * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
-
-
-def verify(
-    logits: Sequence[Tensor], drafted: Draft, requests: Sequence[Request], places: Sequence[int]
-) -> list[tuple[list[int], list[float]]]:
-    """Of every sequence the tokens that it goes on with, and their log-probabilities: the drafts up to the first that
-    is rejected, then one of the model's own.
-
-    logits: of each sequence [n + 1, V] behind its last token and each of its n drafts. places: of the next tokens.
-    A draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), p being what the model would draw from;
-    in the place of a rejected one comes a token from max(p - q, 0), normalised. So every token has the distribution p
-    (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Greedy: a draft is accepted if it is the
-    likeliest token.
-    """
-    return [
-        _verify_one(own, drafted.tokens[n], drafted.logits[n], request, place)
-        for n, (own, request, place) in enumerate(zip(logits, requests, places, strict=True))
-    ]
-
-
-def _verify_one(
-    logits: Tensor, drafts: Tensor, draft_logits: Tensor, request: Request, place: int
-) -> tuple[list[int], list[float]]:
-    count = len(logits) - 1
-    temperature, top_p = (torch.full((1,), value) for value in (request.temperature, request.top_p))
-    log_p = log_distribution(logits, temperature.expand(count + 1), top_p.expand(count + 1))
-    if request.temperature == 0:
-        best = logits.argmax(-1)
-        accepted = int((best[:count] == drafts[:count]).cumprod(0).sum())
-        last = best[accepted]
-    else:
-        log_q = log_distribution(draft_logits[:count], temperature.expand(count), top_p.expand(count))
-        draft = drafts[:count, None]
-        ratio = (log_p[:count].gather(1, draft) - log_q.gather(1, draft)).squeeze(1).exp()
-        u = torch.tensor([uniform(request.seed, place + n, ACCEPTED) for n in range(count)], dtype=torch.float64)
-        accepted = int((u.to(ratio.device) < ratio).cumprod(0).sum())
-        weights, purpose = log_p[accepted].exp(), 0
-        if accepted < count:
-            left = (weights - log_q[accepted].exp()).clamp(min=0)
-            weights, purpose = (left, REPLACED) if bool(left.any()) else (weights, REPLACED)
-        u = torch.tensor([uniform(request.seed, place + accepted, purpose)], dtype=torch.float64)
-        last = _at(weights[None], u.to(weights.device))[0]
-    tokens = torch.cat([drafts[:accepted], last[None]])
-    return tokens.tolist(), log_p[: accepted + 1].gather(1, tokens[:, None]).squeeze(1).tolist()
 
 
 def _check(request: Request, model: DeepseekV41) -> None:

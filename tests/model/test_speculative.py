@@ -15,8 +15,9 @@ from model import ForwardOptions, Generator, Request
 from model.cache.pages import Cache
 from model.cache.step import LayerCache, Step
 from model.dspark import Draft
-from model.generate import ACCEPTED, generate, log_distribution, uniform, verify
+from model.generate import generate
 from model.quantize import fake_quant_mxfp4
+from model.sampling import ACCEPTED, log_distribution, uniform, verify
 from tests.model.test_generate import CONFIGS, assert_as_forward, prompts
 from tests.model.tiny import image_batch, no_rounding, tiny_config, tiny_drafter  # noqa: F401
 
@@ -193,8 +194,13 @@ def test_misuse_is_refused() -> None:
 # --- the rule
 
 
-def draft_of(q: Tensor, tokens: list[int]) -> Draft:
-    return Draft(torch.tensor([tokens]), q.log()[None].float(), torch.zeros(1, len(tokens)))
+def verified(p: Tensor, q: Tensor, drafts: list[int], seed: int, place: int = 11, temperature: float = 1.0):
+    """Of one sequence, beside another with fewer drafts, which changes nothing."""
+    logits = torch.cat([p.log(), p.log()[:2]]).float()
+    both = torch.tensor([drafts, drafts])
+    settings = torch.tensor([temperature, temperature]), torch.ones(2)
+    counts = [len(drafts), 1]
+    return verify(logits, counts, both, q.log().float().expand(2, -1, -1), *settings, [seed, 5], [place, 3])[0]
 
 
 def test_acceptance_is_the_formula() -> None:
@@ -204,8 +210,7 @@ def test_acceptance_is_the_formula() -> None:
     replaced = {draft: torch.zeros(4) for draft in range(4)}
     for seed in range(4000):
         for draft in range(4):
-            request = Request((1,), 9, seed=seed)
-            ((tokens, log_probs),) = verify([p.log()], draft_of(q, [draft, 0]), [request], [11])
+            tokens, log_probs = verified(p, q, [draft, 0], seed)
             accepted = uniform(seed, 11, ACCEPTED) < float(p[0, draft] / q[0, draft])
             assert (tokens[0] == draft and len(tokens) > 1) == accepted
             expected = [p[n, token].log().item() for n, token in enumerate(tokens)]
@@ -222,12 +227,11 @@ def test_acceptance_is_the_formula() -> None:
 
 
 def test_greedy_drafts_are_accepted_while_they_are_likeliest() -> None:
-    logits = torch.eye(5)[[2, 3, 1, 0]]
+    p = torch.eye(5)[[2, 3, 1, 0]].softmax(-1)
     for drafts, expected in (([2, 3, 1], [2, 3, 1, 0]), ([2, 4, 1], [2, 3]), ([0, 3, 1], [2]), ([2, 3, 0], [2, 3, 1])):
-        draft = Draft(torch.tensor([drafts]), torch.zeros(1, 3, 5), torch.zeros(1, 3))
-        ((tokens, log_probs),) = verify([logits], draft, [Request((1,), 9, temperature=0)], [1])
+        tokens, log_probs = verified(p, p[:3], drafts, seed=0, temperature=0.0)
         assert tokens == expected
-        assert log_probs == pytest.approx([logits[0].log_softmax(-1).max().item()] * len(tokens))
+        assert log_probs == pytest.approx([p[0].log().max().item()] * len(tokens), abs=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}])
