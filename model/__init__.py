@@ -2,7 +2,7 @@
 
 Read backbone.py first (the whole forward), then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py,
 vision.py; layout.py and quantize.py when a shape or a rounding is unclear; training_losses.py and loss.py; build.py and
-init.py; the packages parallel, cache and checkpoint; generate.py and dspark.py.
+init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and generate.py.
 
 A file imports only from lines above its own:
     kernels.switch
@@ -15,7 +15,8 @@ A file imports only from lines above its own:
     backbone
     build, recall, count
     checkpoint
-    generate, dspark
+    sampling, dspark
+    generate
     huggingface
 
 What is exported here is imported when it is first asked for, so that reading a configuration loads no torch.
