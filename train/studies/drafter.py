@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import yaml
 
-from model import DeepseekV41, Drafter, Generator, Request, Sample, generate, load_drafter
+from model import DeepseekV41, Drafter, Generator, Request, Sample, load_drafter
+from model.generate import generate
 from train.anchors import HELD_OUT, with_anchors
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState, write_text
