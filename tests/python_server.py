@@ -218,6 +218,7 @@ def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs behind them ignore it
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)

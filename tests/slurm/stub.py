@@ -84,7 +84,7 @@ def run_once(script: Path, arguments: list[str], options: dict[str, str], start:
         script_run = subprocess.Popen(["bash", script, *arguments], stdout=log, stderr=log, env=environment)
         told = False
         while script_run.poll() is None:
-            time.sleep(0.05)
+            time.sleep(0.01)
             text = path.read_bytes()[before:].decode()
             for event in [event for event in events if all(seen in text for seen in event["seen"])]:
                 events.remove(event)
@@ -144,7 +144,7 @@ def srun(arguments: list[str]) -> int:
         reader.start()
     ended = 0.0
     while any(task.poll() is None for task in tasks):
-        time.sleep(0.02)
+        time.sleep(0.01)
         if kill and not ended and any(task.poll() for task in tasks):
             ended = time.monotonic()
             pass_on(signal.SIGTERM, None)

@@ -9,8 +9,7 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
-import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from data.cache import atomic_folder
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
+from tests.python_server import Program
 from train.checkpoint import run_state, storage
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import TrainerState
@@ -172,12 +172,12 @@ def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -
     save(tmp_path, 1)
     script = (
         "import os, sys; from pathlib import Path; import train.checkpoint.storage as s;"
-        " sys.path.insert(0, 'tests/train');"
-        "import test_checkpoint as t; s.fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
+        " from tests.train import test_checkpoint as t;"
+        " s.fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
     )
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=root, env=environment).returncode == 9
+    with tempfile.TemporaryDirectory() as elsewhere:
+        process = Program(["-c", script, str(tmp_path)], Path(elsewhere) / "log")
+        assert process.wait() == 9, process.output
     assert (tmp_path / ".tmp-step-00000002" / "state.json").exists(), "died with everything written but the name"
     assert run_state.latest(tmp_path).name == "step-00000001"
     assert load(run_state.latest(tmp_path)).step == 1

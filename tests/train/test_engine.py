@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from optim.ownership import assign_owners
 from tests.distributed.ranks import free_port
+from tests.python_server import ROOT
 from train import __main__ as program
 from train.config.problems import ConfigError
 from train.distributed import failure_detector
@@ -53,24 +54,6 @@ def test_a_lone_process_cannot_be_several(make_config) -> None:
     layout = make_config("parallel.world_size=2").parallel
     with pytest.raises(ConfigError, match=r"world_size = 2: 1 process was started\. Start as many \(torchrun"):
         launch(layout)
-
-
-def test_a_lone_process_needs_no_group_and_no_deepspeed() -> None:
-    code = """
-import sys, torch
-from train.config.schema import ParallelConfig
-from train.distributed.engine import Engine
-from train.distributed.launch import launch
-world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
-model = torch.nn.Linear(2, 2)
-engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
-engine.backward(model(torch.ones(1, 2)).sum()), engine.reduce(), engine.step()
-assert world.size == 1 and not torch.distributed.is_initialized() and "deepspeed" not in sys.modules
-"""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=environment, cwd=failure_detector.__file__.rsplit("/train/")[0]
-    )
 
 
 def test_the_pinned_deepspeed_is_installed() -> None:
@@ -259,7 +242,10 @@ def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
 
 
 PROGRAM = """
-import atexit, os, sys
+import atexit, os, sys, torch
+from train.config.schema import ParallelConfig
+from train.distributed.engine import Engine
+from train.distributed.launch import launch
 from train.distributed.launchers import run_to_the_end
 
 class Kept:
@@ -268,14 +254,28 @@ class Kept:
 
 kept = Kept()
 atexit.register(print, "exit functions")
-run_to_the_end(lambda: sys.exit(75))
+
+def main():
+    if os.environ["WORLD_SIZE"] == "1":
+        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
+        model = torch.nn.Linear(2, 2)
+        engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
+        engine.backward(model(torch.ones(1, 2)).sum()), engine.reduce(), engine.step()
+        assert world.size == 1 and not torch.distributed.is_initialized() and "deepspeed" not in sys.modules
+    sys.exit(75)
+
+run_to_the_end(main)
 """
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_one_of_several_processes_ends_without_taking_the_interpreter_apart(size: int) -> None:
-    """While that goes on, a thread that comes back to Python aborts the process."""
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(size)}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 75 and "exit functions" in ended.stdout, ended.stderr
-    assert ("taken apart" in ended.stdout) == (size == 1)
+def test_how_processes_end() -> None:
+    """A lone process needs no group and no DeepSpeed, and ends as every program of Python. One of several ends without
+    taking the interpreter apart: while that goes on, a thread that comes back to Python aborts the process.
+    """
+    command = [sys.executable, "-c", PROGRAM]
+    places = ({**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": size} for size in "12")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for alone, process in zip((True, False), [subprocess.Popen(command, env=e, **pipes) for e in places], strict=True):
+        output, errors = process.communicate()
+        assert process.returncode == 75 and "exit functions" in output, errors
+        assert ("taken apart" in output) == alone

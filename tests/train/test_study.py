@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.python_server import Program, executable
 from train.config.compose import CONF_DIR
 from train.config.problems import ConfigError
 from train.studies.__main__ import main
@@ -47,6 +48,14 @@ FAST = Arm([], Tune("optim.schedule.peak", [1.0e-5, 1.0e-2]))
 @pytest.fixture(scope="module")
 def tiny(overrides: list[str]) -> list[str]:
     return [*overrides, "task.tokens=900", "data.validation_rows=2", "optim.schedule.floor=0.0"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A study starts its runs by ``sys.executable``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", executable(tmp_path_factory.mktemp("python") / "python"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -174,17 +183,14 @@ def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
     python = tmp_path / "python"  # whose runs wait in their third step
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" tests/at_step.py 3 wait "$@"\n')
     python.chmod(0o755)
-    code = "import sys; from tests.train.test_study import Path, one_run, signal; sys.executable = sys.argv[1]; "
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # shells have what runs behind them ignore it
+    code = "import sys; from tests.train.test_study import Path, one_run; sys.executable = sys.argv[1]; "
     code += "one_run(Path(sys.argv[2]), sys.argv[3:]).run()"
-    command = [sys.executable, "-c", code, str(python), str(tmp_path), *extra]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    run = tmp_path / "study" / "base-seed0"
-    while not (run / "metrics.jsonl").exists() or '"step": 2' not in (run / "metrics.jsonl").read_text():
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(900) != 0
+    with Program(["-c", code, str(python), str(tmp_path), *extra], tmp_path / "log") as process:
+        metrics = tmp_path / "study" / "base-seed0" / "metrics.jsonl"
+        process.until(lambda: metrics.exists() and '"step": 2' in metrics.read_text())
+        process.send(signal.SIGINT)
+        assert process.wait() != 0
+    run = metrics.parent
     state = read_state(run)
     assert state["step"] == 3 and state["tokens"] < 1500
     result = one_run(tmp_path, extra).run()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.python_server import Program
 from train.errors import InputError
 from train.rl.rewards import builtin
 from train.rl.rewards.pool import Outcome, Rewards
@@ -165,15 +164,14 @@ def test_nothing_hangs_on_when_the_trainer_is_killed(module: str, tmp_path: Path
     script = (
         "import sys; from train.rl.rewards.pool import Rewards\n"
         f"Rewards(['{module}:grade'], 1, 600.0).submit(0, dict(do='hang with a child', file=sys.argv[1]), '', '')\n"
-        "sys.stdin.read()\n"
+        "import time; time.sleep(6000)\n"
     )
     file = tmp_path / "pids"
-    trainer = subprocess.Popen([sys.executable, "-c", script, str(file)], stdin=subprocess.PIPE)
-    while trainer.poll() is None and not (file.exists() and file.read_text().endswith("\n")):
-        time.sleep(0.05)
+    trainer = Program(["-c", script, str(file)], tmp_path / "log")
+    trainer.until(lambda: file.exists() and file.read_text().endswith("\n"))
     inside = int(file.read_text().split()[0])
     guard, worker = os.getpgid(inside), psutil.Process(inside).ppid()
-    trainer.kill()
+    trainer.send(signal.SIGKILL)
     trainer.wait()
     assert all(has_ended(pid) for pid in (guard, worker, inside))
     os.kill(int(file.read_text().split()[1]), signal.SIGKILL)  # in a session of its own, out of reach
