@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "slurm" / name for name in ("env.sh", "healthcheck.sh", "train.sbatch")]
-UNTIL_SIGNAL = "trap 'sleep 0.2; echo saved; exit 75' USR1 TERM\necho ready\nfor i in {1..30000}; do sleep 0.02; done\n"
+UNTIL_SIGNAL = "trap 'sleep 0.2; echo saved; exit 75' USR1 TERM\necho ready\nfor i in {1..12000}; do sleep 0.05; done\n"
 BOTH_READY = ["0: ready", "1: ready"]
 FIRST_START = "if ((start)); then echo resumed; exit 0; fi\n"
 
