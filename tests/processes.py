@@ -25,7 +25,7 @@ def run(size: int, function: Callable, *arguments: Any, timeout: float = 300) ->
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps((size, function, arguments)))
+        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((size, function, arguments)))
         started = [Program(["-m", "tests.processes", name, str(rank)], folder / f"{rank}.log") for rank in range(size)]
         try:
             _wait(started, timeout)
@@ -52,7 +52,9 @@ def _wait(started: list[Program], timeout: float) -> None:
 def _work(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    size, function, arguments = pickle.loads((folder / "call").read_bytes())
+    with open(folder / "call", "rb") as file:
+        sys.path[:] = pickle.load(file)  # before the next, which imports the function's module
+        size, function, arguments = pickle.load(file)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         torch.save(function(rank, *arguments), folder / f"{rank}.pt")

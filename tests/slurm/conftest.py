@@ -71,7 +71,8 @@ def cluster(tmp_path: Path) -> Cluster:
     commands.mkdir()
     for name in ("sbatch", "srun", "scontrol", "nvidia-smi"):
         command = commands / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{Path(__file__).with_name("stub.py")}" {name} "$@"\n')
+        stub = Path(__file__).with_name("stub.py")  # which needs no package: Python starts sooner without them
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{stub}" {name} "$@"\n')
         command.chmod(0o755)
     kept = {key: os.environ[key] for key in ("HOME", "USER", "LANG", "TMPDIR") if key in os.environ}
     return Cluster(

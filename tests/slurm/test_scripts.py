@@ -179,7 +179,11 @@ def test_one_failed_rank_ends_the_others(cluster) -> None:
 
 
 def test_requeueing_has_an_end(cluster) -> None:
-    cluster.python('echo "start $start"; exit 75\n')
+    cluster.python(
+        "trap '' TERM USR1\n"  # as the ranks of a run that has ended do, for srun ends those later than the first
+        'echo "start $start"; touch "$STUB_DIR/$start.$rank"\n'
+        "until [[ -e $STUB_DIR/$start.0 && -e $STUB_DIR/$start.1 ]]; do sleep 0.05; done; exit 75\n"
+    )
     result = cluster.submit(NARROWS_MAX_REQUEUES="2")
     assert result.code == 75 and "0: start 2" in result.log and "start 3" not in result.log
     assert "NARROWS_MAX_REQUEUES=2 is reached" in result.log

@@ -19,7 +19,8 @@ from optim.optimizer import STATE_KEYS
 from optim.ownership import assign_owners
 from tests.python_server import Program
 from train.build import build_optimizer
-from train.config.schema import Config, parse
+from train.config.parse import parse
+from train.config.schema import Config
 from train.distributed import failure_detector
 from train.distributed.failure_detector import Watch
 from train.distributed.world import ProcessInfo, World
@@ -167,5 +168,3 @@ def test_ranks_of_768_that_did_not_start_are_named_in_spans() -> None:
     for rank in set(range(SIZE)) - {7, *range(64, 72), 767}:
         store.set(str(rank), "")
     assert failure_detector._absent(store, SIZE) == "ranks 7, 64-71, 767 of 768"
-
-
