@@ -1,4 +1,4 @@
-"""Compose every experiment, and check those that begin with no checkpoint, by what needs no torch. Run from the repository's root."""
+"""Compose every experiment, and check those that begin with no checkpoint, by what needs no torch."""
 
 import sys
 from pathlib import Path

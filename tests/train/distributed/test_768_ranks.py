@@ -23,7 +23,8 @@ from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed import failure_detector
 from train.distributed.failure_detector import Watch
-from train.distributed.world import ProcessInfo, World
+from train.distributed.launchers import ProcessInfo
+from train.distributed.world import World
 from train.tasks.plan import plan
 
 SIZE, EXPERTS, TABLES = 768, 384, 768
