@@ -35,14 +35,14 @@ class CrossLayerState:
 
     compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none),
     candidates int32 [T, M] blocks of the hierarchical indexer (None = no restriction). When decoding, the selected
-    entries chosen_kv [T, K, D] take the place of compressed_kv, most of which nobody needs.
+    entries selected_kv [T, K, D] take the place of compressed_kv, most of which nobody needs.
     """
 
     compressed_kv: Tensor | None = None
     index_keys: Tensor | None = None
     topk_indices: Tensor | None = None
     candidates: Tensor | None = None
-    chosen_kv: Tensor | None = None
+    selected_kv: Tensor | None = None
 
 
 class AttentionOutput(NamedTuple):
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         if self.indexer is not None:
             shared, indexer_loss_inputs = self._index(x, q_lat, layout, shared, runtime)
             if cache is not None and cache.decoding:
-                shared = replace(shared, chosen_kv=cache.chosen(shared.topk_indices, q.dtype))
+                shared = replace(shared, selected_kv=cache.selected(shared.topk_indices, q.dtype))
         window_start = layout.decoder_window_start if self.in_decoder else layout.window_start
         if cache is None:
             entries = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         if cache.decoding:
             keys, hidden = cache.window_of_each(window_kv)
             if self.ratio:
-                keys = torch.cat([keys, shared.chosen_kv], dim=1)
+                keys = torch.cat([keys, shared.selected_kv], dim=1)
                 hidden = torch.cat([hidden, topk_indices < 0], dim=1)
             return gathered_attention(q, keys, hidden, self.attn_sink, self.scale)
         keys, axis = cache.window_axis(window_kv)

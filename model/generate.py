@@ -279,12 +279,12 @@ class Generator:
             if layer == text.decoder_start and step.splits:
                 early, late = step.split()
                 if early is not None:
-                    model.prefill_kv(layer, state.at(early.kept), early.step)
+                    model.prefill_kv(layer, state.at(early.tokens), early.step)
                 if late is None:
                     step = None
                     break
-                state, step, kept = state.at(late.kept), late.step, late.kept.cpu()
-                entering = {n: x.index_select(0, late.kept) for n, x in entering.items()}
+                state, step, kept = state.at(late.tokens), late.step, late.tokens.cpu()
+                entering = {n: x.index_select(0, late.tokens) for n, x in entering.items()}
                 lookups = model.look_up(layers[layer:], step.ids, step.layout, step)
             result = model.run_block(layer, state, lookups, step.layout, step=step, for_drafter=layer in targets)
             state = result.state

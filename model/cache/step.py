@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import cached_property, partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,22 @@ class Span:
         return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
 
 
+Made = TypeVar("Made")
+
+
+def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Made]:
+    """A method of a step that is called once for each compression ratio: the layers of one ratio share the result."""
+
+    @wraps(make)
+    def cached(step: Step, ratio: int) -> Made:
+        key = (make.__name__, ratio)
+        if key not in step.made:
+            step.made[key] = make(step, ratio)
+        return step.made[key]
+
+    return cached
+
+
 class Step:
     """One pass over new tokens. `layout` holds the new tokens only, a document for each sequence, with positions and
     visible entries that count what is cached. A step in which every sequence has one token decodes: each query brings
@@ -77,6 +93,7 @@ class Step:
         self._single = all(count == 1 for count in self.counts)
         self.decoding = self._single or tentative
         self._later: list[Callable[[], None]] = []
+        self.made: dict[tuple[str, int], Any] = {}  # see `once_a_ratio`
         for span in spans:
             cache.reserve(span.row, span.past + len(span.tokens))
         self.row = torch.tensor([span.row for span in spans])
@@ -117,7 +134,7 @@ class Step:
         pairs = [(span, rows[span.row].decoder_from) for span in self.spans]
         return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
 
-    def split(self) -> tuple[Half | None, Half | None]:
+    def split(self) -> tuple[StepPart | None, StepPart | None]:
         """For the decoder: the tokens before each row's `decoder_from` and those from it on; None where there are
         none.
         """
@@ -132,7 +149,7 @@ class Step:
         parts = []
         for spans, mine in ((early, ~is_late), (late, is_late)):
             spans = [span for span in spans if span.tokens]
-            parts.append(Half(Step(self.cache, spans), self.on_device(mine.nonzero().flatten())) if spans else None)
+            parts.append(StepPart(Step(self.cache, spans), self.on_device(mine.nonzero().flatten())) if spans else None)
         return parts[0], parts[1]
 
     def on_device(self, x: Tensor) -> Tensor:
@@ -291,6 +308,12 @@ class Step:
         begin = torch.maximum(start[owner], index - (window - 1))
         return WindowAxis(*(self.on_device(x) for x in (source, place, begin)))
 
+    @once_a_ratio
+    def open_places(self, ratio: int) -> Tensor:
+        """Places int64 [B * r] of the sequences' open groups."""
+        return self.on_device(self.row[:, None] * ratio + torch.arange(ratio)).flatten()
+
+    @once_a_ratio
     def open_writes(self, ratio: int) -> tuple[Tensor, Tensor]:
         """(new tokens that stay in open groups, their places). A token's place is its number in its group; tokens of
         complete groups are never read.
@@ -300,12 +323,14 @@ class Step:
         place = self.row[self.document[kept]] * ratio + self.position[kept] % ratio
         return self.on_device(kept), self.on_device(place)
 
+    @once_a_ratio
     def dropped_entries(self, ratio: int) -> Tensor:
         """int64: those of the new entries that hold a token which is not kept."""
         owner, number = self._new_entries(ratio)
         kept = (self.host_past + self.host_kept)[owner]
         return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())
 
+    @once_a_ratio
     def entry_places(self, ratio: int) -> Tensor:
         """Places of the new entries in the stores of ratio `ratio`."""
         owner, number = self._new_entries(ratio)
@@ -314,14 +339,15 @@ class Step:
 
     @cached_property
     def device_pages(self) -> Tensor:
-        return self.on_device(self.pages)
+        """The sequences' pages, int64 [B * pages each]."""
+        return self.on_device(self.pages.flatten())
 
 
-class Half(NamedTuple):
+class StepPart(NamedTuple):
     """A step over some of another's tokens, and int64 which ones."""
 
     step: Step
-    kept: Tensor
+    tokens: Tensor
 
 
 class LayerCache:
@@ -339,7 +365,7 @@ class LayerCache:
         if self.ratio == 1:
             return values, gates
         step, ratio = self.step, self.ratio
-        places = step.on_device(step.row[:, None] * ratio + torch.arange(ratio)).flatten()
+        places = step.open_places(ratio)
         pairs = ((self.cache.open_values[self.layer], values), (self.cache.open_gates[self.layer], gates))
         joined = []
         for store, new in pairs:
@@ -366,7 +392,7 @@ class LayerCache:
             if self.step.tentative:
                 self.step.when_kept(partial(self._undo, store, places, store.stored(places)))
             store.write(places, new)
-        pages = self.step.device_pages.flatten()
+        pages = self.step.device_pages
         return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
 
     def _undo(self, store: Store, places: Tensor, before: tuple[Tensor, ...]) -> None:
@@ -375,12 +401,12 @@ class LayerCache:
         parts = tuple(as_bytes(part).index_select(0, dropped).view(part.dtype) for part in before)
         store.put(places.index_select(0, dropped), parts)
 
-    def chosen(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
+    def selected(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Main KV [B, K, D] of the selected slots int32 [B, K]; anything where none is selected."""
         step = self.step
         size = self.cache.page_tokens // self.ratio
         slot = topk_indices.clamp(min=0).long()
-        page = step.device_pages.flatten()[slot // size]
+        page = step.device_pages[slot // size]
         return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
 
     def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
