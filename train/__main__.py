@@ -56,7 +56,7 @@ def main(raw: DictConfig) -> None:
 
 
 def run_task(raw: DictConfig) -> None:
-    """Check the configuration and run its task; problems a user can mend end in a message, not in a traceback."""
+    """Check the configuration and run its task; errors that a user can fix end in a message, not in a traceback."""
     try:
         checked = parse(raw)
         task = load_task(checked.task.kind)
@@ -102,8 +102,8 @@ def end_like_other_tools() -> None:
 
 
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
-    """End with a message. Of several processes rank 0 prints it: it hears of
-    every other's, see ``train/distributed/failure_detector.py``.
+    """End with a message. With several processes rank 0 prints it, since it hears of all others, see
+    ``train/distributed/failure_detector.py``.
     """
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)

@@ -1,4 +1,6 @@
-"""Where a drafter's training blocks begin: random places of every row, fixed by the seed and the row's number."""
+"""Where a drafter's training blocks begin: random positions in every row, determined by the seed and the row's
+number.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ import torch
 
 from train.build import Batch
 
-FIRST = 2  # position in a document: the released inference drafts behind two processed tokens at least
+FIRST = 2  # position in a document: the released inference drafts only after two processed tokens
 TRAINED, HELD_OUT = 0, 1
 
 
 def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int, split: int = TRAINED) -> Batch:
-    """The batch with ``anchors`` int64 [B, A], ascending in each row, -1 behind the last. Its rows have the numbers
-    ``first_row``, ... in their ``split``; a row is drawn the same whatever batch or process it is in.
+    """The batch with ``anchors`` int64 [B, A], ascending in each row and padded with -1. Its rows have the numbers
+    ``first_row``, ... in their ``split``; a row's anchors do not depend on the batch or process it is in.
     """
     rows = []
     for number, (labels, lengths) in enumerate(zip(batch["labels"].cpu(), batch["seq_lens"].tolist(), strict=True)):
@@ -28,8 +30,8 @@ def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int
 
 
 def candidates(labels: np.ndarray, lengths: list[int]) -> np.ndarray:
-    """Places int64 of a row whose own token and the next are supervised, in one document: ``labels`` [S] (not shifted,
-    -100: not supervised), ``lengths`` of its documents.
+    """Positions, int64, at which the token itself and the next one are supervised and in the same document: ``labels``
+    [S] (not shifted, -100: not supervised), ``lengths`` of its documents.
     """
     taught = np.flatnonzero((labels[:-1] >= 0) & (labels[1:] >= 0))
     ends = np.cumsum(lengths)

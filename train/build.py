@@ -47,7 +47,7 @@ class Run:
     engine: Engine
     train_batches: Any
     valid_batches: Any
-    notes: list[str]  # what was decided here, for the log
+    notes: list[str]  # decisions made here, for the log
 
     @property
     def device(self) -> torch.device:
@@ -63,11 +63,11 @@ class Run:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.parallel.precision == "bf16")
 
     def to_device(self, batch: Batch) -> Batch:
-        """The same batch where the model is."""
+        """The batch on the model's device."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def prepare(self, batch: Batch) -> dict[str, Any]:
-        """A batch of the CPU for the model: checked, laid out (``layout``), and moved to where the model is."""
+        """A CPU batch made ready for the model: checked, laid out (``layout``) and moved to its device."""
         return {**self.to_device(batch), "layout": self.model.lay_out(**batch).to(self.device)}
 
     def save(self, state: TrainerState, background: Background | None = None) -> Path:
@@ -94,7 +94,7 @@ class Run:
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what this process holds of the model once every parameter was trained."""
+        """Bytes that this process holds for the model once every parameter has been trained."""
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = {"weights": parameters, "gradients": trained}
@@ -108,12 +108,12 @@ class Run:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The model, and beside it the drafter if there is one."""
+        """The model, and the drafter if there is one."""
         return [self.backbone] if self.backbone is self.model else [self.backbone, self.model]
 
     @property
     def checkpoint_module(self) -> torch.nn.Module:
-        """What a checkpoint of the run holds: the model, or of one with an adapter the part that changes."""
+        """What the run's checkpoints hold: the model, or with an adapter the part that changes."""
         if not self.config.lora.on:
             return self.model
         from train.lora import inject
@@ -144,7 +144,7 @@ def build(config: Config, world: World | None = None) -> Run:
     if config.dspark is not None:
         model, added = give_drafter(config, model)
         notes += added
-    model.eval()  # as it is used outside of a training step
+    model.eval()  # the mode outside of a training step
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
@@ -152,7 +152,7 @@ def build(config: Config, world: World | None = None) -> Run:
 
 
 def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:
-    """The model with fresh weights; of one that stays frozen below an adapter or a drafter only the room for them."""
+    """The model with fresh weights. If it stays frozen below an adapter or a drafter, its memory is only allocated."""
     if not (config.lora.on or config.dspark is not None):
         return build_model(
             model_config,
@@ -176,7 +176,7 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
 
 
 class NoLoader:
-    """In the place of a loader where a task writes its own text: it has no position."""
+    """Stands in for a loader in tasks that write their own text: it has no position."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -188,7 +188,7 @@ class NoLoader:
 def open_data(
     config: Config, world: World, tokenizer: Tokenizer, model_config: ModelConfig, notes: list[str]
 ) -> tuple[Any, Any]:
-    """Loaders of training and validation batches; ``notes`` tells what they hold."""
+    """Loaders of training and validation batches; what they hold is added to ``notes``."""
     if config.rl is not None:
         return NoLoader(), NoLoader()
     train_batches, valid_batches = build_loaders(
@@ -206,7 +206,7 @@ def open_data(
 
 
 def seed_everything(seed: int) -> None:
-    """Put all random generators of this process where the seed says."""
+    """Seed all random generators of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -239,7 +239,7 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
 
 
 def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
-    """Raise ``ConfigError`` if the trained Engram tables of a checkpoint belong to another tokenizer than its own."""
+    """Raise ``ConfigError`` if a checkpoint's trained Engram tables do not match its tokenizer."""
     trained, found = (config.text.engram_compressed_vocab_size for config in (given, fitted))
     if trained != found:
         rule = f"its Engram tables know {trained} compressed ids, its tokenizer.json has {found}"
@@ -247,7 +247,7 @@ def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
 
 
 def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
-    """Load the weights that an adapter belongs to, and put it in. What was done, for the log."""
+    """Load the weights that an adapter belongs to, and add the adapter. Returns lines for the log."""
     from train.lora import inject  # takes seconds to import
 
     origin = load_pretrained_weights(model, config.init_from)
@@ -257,7 +257,7 @@ def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
 
 
 def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[str]]:
-    """Load the weights that a drafter is to serve, for good, and make it. What was done, for the log."""
+    """Load the frozen weights that a drafter serves, and make the drafter. Returns lines for the log."""
     origin = load_pretrained_weights(backbone, config.init_from)
     backbone.requires_grad_(False).eval()
     size = sum(map(whole_size, backbone.parameters()))
@@ -268,13 +268,13 @@ def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[s
 
 
 def whole_size(parameter: torch.nn.Parameter) -> int:
-    """Elements of the parameter, of which this process may hold a part."""
+    """Elements of the whole parameter, of which this process may hold only a part."""
     shard = getattr(parameter, "shard", None)
     return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
 
 
 def freeze(config: Config, model: torch.nn.Module) -> None:
-    """Take what the configuration does not train out of the gradient, and so out of the optimizer."""
+    """Exclude what the configuration does not train from the gradient, and so from the optimizer."""
     if not config.runtime.train_indexer:
         for name, parameter in model.named_parameters():
             if ".indexer." in name:
@@ -315,7 +315,7 @@ def build_optimizer(
 
 
 def placement_of(parameter: torch.nn.Parameter, world: World) -> ParameterPlacement:
-    """Where a parameter of ``world`` lies."""
+    """Which processes of ``world`` hold a parameter."""
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return ParameterPlacement(world.replica_groups[1], RankGroup(), parameter.numel())

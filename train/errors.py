@@ -9,7 +9,7 @@ from data import DataError
 
 
 class InputError(ValueError):
-    """Something that was given cannot be used; the message says what, why, and what to do."""
+    """Input cannot be used; the message says what, why, and what to do."""
 
 
 REFUSED = (InputError, DataError, OSError)  # end a command with a message
@@ -17,9 +17,10 @@ REFUSED = (InputError, DataError, OSError)  # end a command with a message
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Around what is made from the user's input: model, optimizer and tokenizer refuse it by a plain ``ValueError``.
+    """Wraps code that builds objects from the user's input: model, optimizer and tokenizer refuse it by a plain
+    ``ValueError``.
 
-    Outside of this, as in the training loop, a plain ``ValueError`` is a mistake in the code.
+    Elsewhere, as in the training loop, a plain ``ValueError`` is a mistake in the code.
     """
     try:
         yield

@@ -44,9 +44,9 @@ def train_step(
 
     Args:
         batches: this rank's, equally many on every rank.
-        step, tokens: done before this step; they place it on the schedule.
+        step, tokens: done before this step; they determine the position in the schedule.
         losses_of: the losses of one micro-batch, divided by the step's denominators; None: ``model.losses``.
-        dummy_batches: how many of the last ``batches`` only keep this rank in step with the others; they count for
+        dummy_batches: how many of the last ``batches`` only keep this rank in step with the others and count for
             nothing.
 
     Raises:
@@ -80,7 +80,7 @@ def train_step(
 
 
 def update_router_biases(run: Run, load: torch.Tensor) -> None:
-    """Move each modality's biases by its own load, both by the total (``shared``), or none.
+    """Move each modality's biases by its own load (``separate``), both by the total (``shared``), or neither (``off``).
 
     ``load``: int64 [layers, 2, experts] of the whole step.
     """
@@ -116,19 +116,19 @@ def repeat(
     save: Callable[[TrainerState, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
-    """The loop of every task: make steps until ``task.tokens``, evaluating and saving on the way.
+    """The loop of every task: take steps until ``task.tokens``, evaluating and saving along the way.
 
     Args:
-        step: makes a step, moves ``state`` past it and returns its record; or returns None, on all ranks, once what it
-            is given to call says on any of them that the run is to stop.
-        evaluate: the record of an evaluation; or None, on all ranks, as in a step. One that was stopped is made again
-            when the run is continued.
+        step: takes a step, advances ``state`` and returns its record; or returns None on all ranks, as soon as the
+            function it is given says on any rank that the run is to stop.
+        evaluate: returns the record of an evaluation; or None on all ranks, as in a step. An interrupted evaluation is
+            repeated when the run continues.
         save: writes the run state.
-        publish: called before the first step and after every one, as soon as the weights are new.
+        publish: called before the first step and after every step, as soon as the weights are new.
 
     Raises:
         Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C of any rank; all stop after the same step.
-        NonFiniteError: the last saved state is the one before.
+        NonFiniteError: the last checkpoint is intact.
     """
     task, saving = run.config.task, run.config.checkpoint
 
@@ -136,7 +136,7 @@ def repeat(
         return bool(received)
 
     def evaluated() -> bool:
-        """Evaluate if it is time; whether that is done."""
+        """Evaluate if it is time; returns False if the evaluation was interrupted."""
         if not _evaluation_due(task, state):
             return True
         if state.first_valid is None:
@@ -171,7 +171,7 @@ def repeat(
 
 
 def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
-    """Whether a run evaluates before it goes on from here, unless it just has."""
+    """Whether a run evaluates before its next step, unless it has just done so."""
     if state.last_valid is None:
         return True
     wanted = state.tokens >= task.tokens or state.step % task.eval_every == 0
@@ -179,7 +179,7 @@ def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
 
 
 def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
-    """Raise ``NonFiniteError`` naming what is not a finite number. Call it before the update."""
+    """Raise ``NonFiniteError`` naming the number that is not finite. To be called before the update."""
     for name, value in (("loss", float(loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -195,10 +195,10 @@ def _stop(
     save: Callable[[TrainerState, Background | None], Path],
     background: Background | None,
 ) -> NoReturn:
-    """Save by ``save`` what a run has that was asked to stop before its end. All ranks call it together.
+    """Save, by ``save``, the state of a run that was asked to stop before its end. All ranks call it together.
 
     Raises:
-        Interrupted: in the end, naming the signal that any rank received.
+        Interrupted: always, at the end, naming the signal that some rank received.
     """
     where = f"state saved in {save(state, background)}" if state.step else "nothing trained yet"
     if background:
@@ -208,12 +208,12 @@ def _stop(
 
 
 def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
-    """What adds up over micro-batches; stays on the device, so that no micro-batch waits for the CPU."""
+    """What is summed over micro-batches. It stays on the device, so that no micro-batch waits for the CPU."""
     return {name: value.detach() for name, value in losses._asdict().items()}
 
 
 def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
-    """Move the counters past a finished step; returns its record."""
+    """Advance the counters past a finished step; returns its record."""
     real = int(numbers["num_tokens"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
@@ -221,7 +221,9 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
     return {
         "step": state.step,
         "tokens": state.tokens,
-        "loss": float(numbers["lm_sum"]) / targets if targets else None,  # conversations can be cut to nothing taught
+        "loss": float(numbers["lm_sum"]) / targets
+        if targets
+        else None,  # conversations can be cut so that no target is left
         "total_loss": float(numbers["total"]),
         "grad_norm": float(numbers["grad_norm"]),
         "lr": numbers["lr"],

@@ -1,7 +1,8 @@
 """Which parameter is trained how: the table of the V4.1 report (arXiv 2609.19969, optimisation) as ordered name rules.
 
-`optim` knows methods and `model` knows names; the rules here join them. They are written for one configuration: a rule
-is made only if the model has parameters for it, so one that names nothing is a mistake, and `optim.assign` says so.
+`optim` knows methods and `model` knows names; the rules here join them. They are made for one configuration: a rule
+exists only if the model has parameters for it, so a rule without a parameter is a mistake, which `optim.assign`
+reports.
 
 Our choices, where the report is silent: each group of wo_a is a matrix of its own (the projection is block-diagonal);
 Engram's q_weight and k_weight scale normalised vectors and are trained like norm weights; fused projections other than
@@ -19,7 +20,9 @@ from optim import Rule
 from train.lora.targets import BLOCK, LAYER
 
 WEIGHT_DECAY = 0.1
-VISION_SCHEDULE = "vision"  # the tower's factor in optim.Schedule: frozen until decay begins, then its own smaller rate
+VISION_SCHEDULE = (
+    "vision"  # name of the tower's factor in optim.Schedule: frozen until decay begins, then a smaller rate
+)
 
 STAGE = r"mtp\.\d+\."
 
@@ -34,11 +37,11 @@ def report_rules(
 ) -> list[Rule]:
     """The report's rules for a model of this configuration.
 
-    Three switches serve comparisons. `per_head=False` orthogonalises wq_b, indexer.wq_b and the vision Q and K whole
+    Three switches are for comparisons. `per_head=False` orthogonalises wq_b, indexer.wq_b and the vision Q and K whole
     instead of head by head. `tables="adamw"` trains embedding, head and Engram tables by AdamW, with the same
-    learning-rate factors and no decay; `tables_lr_factor` multiplies these, for the two methods' updates differ in size
-    (Sinkhorn's has a root mean square of 0.18, AdamW's is near 1). `engram_lr_factor` is the Engram tables' own. Raises
-    ValueError for another value of `tables`.
+    learning-rate factors and no decay; `tables_lr_factor` multiplies these factors, since the updates of the two
+    methods differ in size (Sinkhorn's has a root mean square of 0.18, AdamW's is near 1). `engram_lr_factor` applies to
+    the Engram tables only. Raises ValueError for another value of `tables`.
     """
     if tables not in ("sinkhorn", "adamw"):
         raise ValueError(f"tables: must be 'sinkhorn' or 'adamw', got {tables!r}")
@@ -88,12 +91,12 @@ def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
 
 
 def adapter_rules() -> list[Rule]:
-    """The factors of an adapter: AdamW without decay. Nothing else of the model is trained."""
+    """AdamW without decay for the factors of an adapter; nothing else is trained."""
     return [Rule(r".*\.lora_(embedding_)?[AB]\..+", "adamw")]
 
 
 def _block_rules(block: str, config: ModelConfig, per_head: bool) -> list[Rule]:
-    """What every block has, of the backbone or a drafter."""
+    """Rules for what every block has, in the backbone and in a drafter."""
     text, attn = config.text, block + r"attn\."
     heads = ((text.num_attention_heads, text.head_dim),) if per_head else None
     groups = ((text.o_groups, text.o_lora_rank),)

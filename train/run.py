@@ -1,7 +1,7 @@
-"""What a run of every task begins and ends with: its processes, its directory, its log.
+"""How a run of every task begins and ends: its processes, its directory, its log.
 
-A task stands in ``run_session``, makes its objects, continues from the checkpoint found or calls ``begin``, then trains
-in ``run_logger``; ``report_files`` are its last lines.
+A task opens a ``run_session``, builds its objects, resumes from the checkpoint found or calls ``begin``, then trains
+inside ``run_logger``; ``report_files`` prints the last lines.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from train.lora.peft_format import merged_record, read_changes
 
 @contextmanager
 def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
-    """All processes of the run, which end together, and no others in ``config.run_dir``.
+    """Start or join the processes of the run, which end together, and lock ``config.run_dir`` against other runs.
 
-    Yields the processes, the checkpoint to continue from if there is one, and the settings that changed since.
+    Yields the processes, the checkpoint to continue from (or None), and the settings that changed since.
 
     Raises:
-        ConfigError: the directory is in use, or holds a run that this configuration would not continue; the processes
-            started are not those configured.
+        ConfigError: the directory is in use, or holds a run that this configuration would not continue; the number of
+            processes is not the configured one.
         RankLost: another process ended or no longer answers.
     """
     world = launch(config.parallel)
@@ -57,9 +57,9 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
 def run_logger(
     run: Run, state: TrainerState, folder: Path | None, changes: list[str], reporter: type[Reporter] = Reporter
 ) -> Iterator[Reporter]:
-    """Keep the settings of the run, announce it, and yield where its numbers go; closed in the end, whatever happens.
+    """Save the run's settings, log the opening lines, and yield the logger; it is closed at the end in any case.
 
-    folder, changes: as ``run_session`` gives them. reporter: what the first process reports by; the others are silent.
+    folder, changes: from ``run_session``. reporter: class of the first process's logger; the others log nothing.
     """
     if run.world.first:
         save_settings(run)
@@ -72,7 +72,7 @@ def run_logger(
 
 
 def find_state(config: Config) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and the settings that changed since.
+    """The checkpoint to continue from (or None), and the settings that changed since.
 
     Raises:
         ConfigError: the directory holds a run that this configuration would not continue.
@@ -85,7 +85,7 @@ def find_state(config: Config) -> tuple[Path | None, list[str]]:
 
 @contextmanager
 def only_process_in(directory: Path) -> Iterator[None]:
-    """Keep a second process out of a run directory; the lock ends with the process, however it ends."""
+    """Lock a run directory against a second process; the lock ends with the process, however that ends."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as lock:
         try:
@@ -98,15 +98,15 @@ def only_process_in(directory: Path) -> Iterator[None]:
 
 
 def begin(run: Run) -> TrainerState:
-    """The state before the first step; the weights are those of ``init_from``, if that is set."""
-    built_on = run.config.lora.on or run.config.dspark is not None  # then `build` has loaded them
+    """The state before the first step; the weights come from ``init_from`` if that is set."""
+    built_on = run.config.lora.on or run.config.dspark is not None  # `build` has loaded them in this case
     if run.config.init_from is not None and not built_on:
         run.notes.append(f"weights: {load_pretrained_weights(run.model, run.config.init_from)}")
     return TrainerState()
 
 
 def save_settings(run: Run) -> None:
-    """What a later run needs besides the weights."""
+    """Write what a later run needs besides the weights."""
     directory, config = run.config.run_dir, to_dict(run.config)
     write_text(directory / "tokenizer.json", run.tokenizer.to_str(pretty=True))
     write_text(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -132,7 +132,7 @@ def announce(run: Run, state: TrainerState, report: Reporter, folder: Path | Non
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
-    """What each rank holds; of many, the range."""
+    """What each rank holds; with many ranks, the range."""
     if len(ranks) > most:
         ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
         shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
@@ -145,7 +145,7 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
 
 
 def report_files(run: Run, report: Reporter) -> None:
-    """Export the complete run's model, if that is asked for, and name the files of the run."""
+    """Export the finished run's model if configured, and log the files of the run."""
     directory = run.config.run_dir
     report.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:
@@ -158,10 +158,10 @@ def report_files(run: Run, report: Reporter) -> None:
 
 
 def export(run: Run, folder: Path) -> None:
-    """Write the complete run's model as a checkpoint folder, all ranks together.
+    """Write the finished run's model as a checkpoint folder, all ranks together.
 
-    An adapter on packed weights is merged as the files of its base are rewritten, a few rows at a time: the merged
-    weights never lie in memory.
+    An adapter on packed weights is merged while the files of its base are rewritten, a few rows at a time, so the
+    merged weights are never held in memory.
     """
     config = run.config
     if config.lora.on and holds_packed(run.model):

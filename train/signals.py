@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, obeyed after the step, with the run state saved."""
+"""Signals that ask a run to stop: recorded at once, obeyed after the step, with the run state saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from train.errors import Interrupted
 def stop_signals() -> Iterator[list[str]]:
     """A list that receives the names of SIGUSR1, SIGTERM and SIGINT. A second Ctrl-C acts as usual, at once.
 
-    Slurm sends SIGUSR1 ahead of the time limit, and SIGTERM once more to processes that a job script has signalled
-    already, and to those that end after the first: a repeated one ends neither the save that the first began nor, after
-    ``Interrupted``, the orderly exit.
+    Slurm sends SIGUSR1 before the time limit. It sends SIGTERM again to processes that a job script has already
+    signalled, and to those that end after the first one. A repeated signal therefore interrupts neither the save that
+    the first one started nor, after ``Interrupted``, the orderly exit.
     """
     received: list[str] = []
     before: dict[int, Any] = {}

@@ -255,7 +255,7 @@ def test_resuming_is_exact(make) -> None:
     [
         (["lora.targets=[atention]"], 'lora.targets = "atention": no such target. Did you mean attention?'),
         (["lora.targets=[attention,attention]"], "names one twice"),
-        (["task=pretrain", "init_from=null", "model=tiny"], "an adapter belongs to trained weights"),
+        (["task=pretrain", "init_from=null", "model=tiny"], "an adapter needs trained weights"),
         (["optim=report"], 'optim.rules = "report": has no effect: an adapter is trained by AdamW'),
         (["lora.targets=[indexer]", "runtime.train_indexer=false"], "it is not trained"),
     ],

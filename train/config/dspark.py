@@ -30,11 +30,11 @@ class DsparkConfig:
     # A new drafter, by keys of model.text_config (SHAPE); null: the one that init_from holds is trained on, or, if it
     # holds none, a new one of the shape that its config.json names.
     drafter: dict[str, Any] | None
-    tokens_per_anchor: PositiveInt  # drafts begin at one of so many supervised places, drawn anew for every row
+    tokens_per_anchor: PositiveInt  # one draft block for every so many supervised positions, drawn anew for every row
     ce: NonNegativeFloat  # weight of the cross-entropy of the true tokens
-    l1: NonNegativeFloat  # weight of the distance from the backbone's distribution
+    l1: NonNegativeFloat  # weight of the L1 distance from the backbone's distribution
     confidence: NonNegativeFloat  # weight of the confidence's error
-    detach_confidence: bool  # the confidence's error trains its head only
+    detach_confidence: bool  # the confidence loss trains the confidence head only
 
     @property
     def objective(self) -> DraftObjective:
@@ -47,5 +47,5 @@ def with_drafter(model: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[s
         raise ValueError(f"no such key: {', '.join(unknown)}; known are {', '.join(SHAPE)}")
     text = {**model["text_config"], **drafter}
     layers, stages = text["num_hidden_layers"], text.get("num_nextn_predict_layers", 0)
-    text["compress_ratios"] = [*text["compress_ratios"][:layers], *[0] * stages]  # drafter layers see a window only
+    text["compress_ratios"] = [*text["compress_ratios"][:layers], *[0] * stages]  # drafter layers have only a window
     return {**model, "text_config": text}

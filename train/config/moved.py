@@ -1,4 +1,4 @@
-"""Keys that have moved: refused under their old names, naming the new ones; read from runs saved under the old ones."""
+"""Renamed keys: refused under their old names, naming the new ones, but read from runs saved under the old ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def remedy(key: str) -> str | None:
 
 
 def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration saved under the old keys, under the new ones."""
+    """A configuration saved with old keys, converted to the new ones."""
     tree = copy.deepcopy(dict(saved))
     for old, new in MOVED.items():
         (section, leaf), (target, name) = old.split("."), new.split(".")

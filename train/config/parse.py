@@ -1,4 +1,4 @@
-"""From a composed tree to the typed configuration, and from what is wrong with its values to sentences."""
+"""Turns a composed tree into the typed configuration, and what is wrong with its values into sentences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
     """
     try:
         tree, small = _resolved(OmegaConf.create(raw))
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+    except OmegaConfBaseException as error:  # an interpolation of a missing key
         where = error.full_key or "the configuration"
         raise ConfigError(
             [f"{where}: {str(error.msg or error).splitlines()[0]}. Correct the ${{...}} reference"]
@@ -45,10 +45,10 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
 
 
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Conversion] | type[Merger] | None]:
-    """Plain containers without references, and the type of configuration of a task that trains nothing."""
+    """Plain containers with references resolved, and the configuration type of a task that trains nothing."""
     task = raw.get("task")
     small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
-    if small is not None:  # a training run's sections may refer to settings that this task does not have
+    if small is not None:  # the sections of a training run may refer to settings that this task does not have
         unused = {field.name for field in fields(Config)} - {"task"}
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
     elif isinstance(raw.get("init_from"), str):
@@ -102,8 +102,8 @@ def _parse_small(tree: dict[str, Any], whole: type[Conversion] | type[Merger]) -
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
     """Typed configuration, problems, and the keys that have one.
 
-    When single values are wrong they are set aside and the rest is converted again, so that the rules between keys are
-    checked in the same pass; the configuration returned is then good for checking only.
+    Wrong values are replaced and the rest is converted again, so that rules between keys are checked in the same pass;
+    the returned configuration is then only good for checking.
     """
     adapter = TypeAdapter(Config)
     try:
@@ -119,7 +119,7 @@ def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
 
 
 def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
-    """``tree`` with every wrong value replaced by the one in ``conf/`` or dropped; None where that does not help."""
+    """``tree`` with every wrong value replaced by the one in ``conf/`` or dropped; None if that does not help."""
     repaired, reference = json.loads(json.dumps(tree)), composed()
     for entry in errors:
         node, fallback = repaired, reference
@@ -139,7 +139,7 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
 
 
 def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> list[str]:
-    """The problems behind one pydantic error: several when a section checked itself and found several."""
+    """The problems behind one pydantic error; there are several when a section checked itself."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
         known = _known_keys(path[:-1], whole)
@@ -176,7 +176,7 @@ def _known_keys(path: list[str], whole: type) -> list[str]:
     schema = TypeAdapter(whole).json_schema()
     node = schema
     for part in path:
-        node = node.get("properties", {}).get(part) or node.get("items", {})  # of a list: any number
+        node = node.get("properties", {}).get(part) or node.get("items", {})  # an item of a list
         reference = node.get("$ref") or next(
             (option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None
         )

@@ -8,8 +8,8 @@ from train.errors import InputError
 
 
 class ConfigError(InputError):
-    """The configuration cannot be used. The message lists every problem found: key, value, rule, remedy; and below
-    them what is common to all, if anything.
+    """The configuration cannot be used. The message lists every problem found (key, value, rule, remedy), then what
+    they have in common, if anything.
     """
 
     def __init__(self, problems: list[str], common: str = ""):

@@ -15,7 +15,7 @@ from train.config.compose import composed
 from train.config.problems import ConfigError, shown
 from train.config.schema import Config, to_dict
 
-# A run may continue with other values of these; a change of anything else would make it another run.
+# A run may continue with other values of these keys; any other change would make it another run.
 CHANGEABLE = (
     "task.tokens",
     "task.eval_every",
@@ -53,11 +53,11 @@ def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any
 
 
 def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Changes to report when the run in ``config.run_dir`` continues under ``config``. A setting that there was none of
-    when the run was saved counts as saved with its default.
+    """Changes to log when the run in ``config.run_dir`` continues under ``config``. Settings added since the run was
+    saved take their defaults.
 
     Raises:
-        ConfigError: naming every key whose change would not continue that run but make another one.
+        ConfigError: naming every key whose change would make it another run.
     """
     saved = moved.upgraded(saved)
     complete = _completed(saved, config.task.kind)

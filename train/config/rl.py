@@ -12,17 +12,17 @@ from data.chat.conversation import effort_budget
 from train.config.rollout import ServersConfig
 from train.config.strict import STRICT
 
-Effort = Any  # a name or a number, checked by `effort_budget`, to which a bool is none
+Effort = Any  # effort name or 1-100; bools are rejected by `effort_budget`
 
 
 @dataclass(config=STRICT, frozen=True)
 class RlTask:
-    """A kind of prompt and what its answers are worth."""
+    """A kind of prompt, and how its answers are rewarded."""
 
     prompts: str  # a JSONL file of records, or a function that draws one; see train/rl/prompts.py
     reward: str  # a function; see train/rl/rewards/pool.py
-    held_out: str | None = None  # the same for evaluation; null: further draws of the function, or the training records
-    teacher: str | None = None  # task=distill: whose distribution the policy takes on here, named as in init_from
+    held_out: str | None = None  # prompts for evaluation; null: further draws of the function, or the training records
+    teacher: str | None = None  # task=distill: the model to learn from on this task, named as in init_from
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -47,25 +47,25 @@ class PolicyLoss:
 
 @dataclass(config=STRICT, frozen=True)
 class RlConfig:
-    """What is asked, how responses are rewarded, and how old they may be when they are trained on."""
+    """What is sampled, how responses are rewarded, and how old they may be when they are trained on."""
 
     tasks: Annotated[list[RlTask], Field(min_length=1)]
-    efforts: list[Effort]  # every prompt is asked under each of them, by number or name
+    efforts: list[Effort]  # every prompt is asked under each of these (numbers or names)
     # Responses to a prompt under each effort (the report's M_b), in the order of the efforts.
     samples: Annotated[list[PositiveInt], Field(min_length=1)]
     prompts: PositiveInt  # in a step, over all processes
-    max_tokens: Annotated[int, Field(ge=2)]  # of a response; one that is longer is cut and gets no reward
+    max_tokens: Annotated[int, Field(ge=2)]  # of a response; a longer one is cut off and gets no reward
     temperature: PositiveFloat
     length: LengthTerm | None  # task=rl
     loss: PolicyLoss | None  # task=rl
-    staleness: NonNegativeInt  # tokens drawn more policy versions ago than this are not trained on
-    # Responses begun for later steps, as a share of a step's; 0: none. A step takes the subgroups that are complete
-    # first, so the first steps lean to short responses and low efforts; long ones follow later, with more tokens that
-    # `staleness` leaves out. All that were begun are trained on once, but for those left over at the end of the run.
+    staleness: NonNegativeInt  # tokens older than this many policy versions are not trained on
+    # Responses started for later steps, as a share of a step's; 0: none. A step takes the subgroups that are complete
+    # first, so the first steps favour short responses and low efforts; long ones follow later, with more tokens that
+    # `staleness` excludes. Every response is trained on once, except those left over at the end of the run.
     ahead: NonNegativeFloat
-    in_flight: PositiveInt  # responses that a process writes at once
+    in_flight: PositiveInt  # responses that a process writes concurrently
     reward_workers: PositiveInt  # processes that call reward functions
-    reward_seconds: PositiveFloat  # of a call; then it counts as 0
+    reward_seconds: PositiveFloat  # time limit of a call; after that the reward is 0
     eval_prompts: PositiveInt  # held-out prompts of an evaluation, each asked once under every effort
     eval_efforts: list[Effort]
     rollout: ServersConfig | None = None  # the inference servers that write responses; null: this process does

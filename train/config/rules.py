@@ -1,6 +1,6 @@
 """Rules across the fields of a configuration.
 
-Everything here answers without torch, but for what only a device or a checkpoint can tell.
+Everything here works without torch, except for what only a device or a checkpoint can tell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from train.lora.targets import LORA_TARGETS
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
-    """What breaks a rule between keys: (keys involved, problem)."""
+    """Broken rules between keys: (keys involved, problem)."""
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
@@ -82,7 +82,7 @@ def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         rule, remedy = "has no effect with task=rl and task=distill, which evaluate responses", "Leave it out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
     if config.lora.dropout:
-        rule = "responses would be written by another policy than is trained"
+        rule = "the policy that writes responses would differ from the trained one"
         yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
     for key in ("expert_parallel", "table_shards"):
         if getattr(parallel, key) > 1 and config.rl.rollout is None:
@@ -90,7 +90,7 @@ def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
             value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); world_size may be more"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
     if config.rl.rollout is not None and config.lora.on:
-        rule, remedy = "servers are given whole weights, not an adapter", "Use rollout=local, or leave lora out"
+        rule, remedy = "servers load whole weights, not an adapter", "Use rollout=local, or leave lora out"
         yield {"lora.targets", "rl"}, problem("lora.targets", config.lora.targets, rule, remedy)
 
 
@@ -117,8 +117,8 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     known = [*ModelConfig().to_dict(), "quantization_config"]
-    misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig names these; other keys it carries along
-    # The config.json of others has more keys, which are carried along.
+    misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig reports these; it keeps other keys
+    # Other people's config.json has more keys, which are kept.
     foreign = set() if config.init_from else config.model.keys() - set(known) - misplaced
     for key in sorted(foreign):
         close = difflib.get_close_matches(key, known, n=1)
@@ -144,7 +144,7 @@ def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _optim_rules(optim: OptimConfig) -> Iterator[tuple[set[str], str]]:
-    """What only the report's rules look at must not seem to change a run with AdamW's."""
+    """Options that only the report's rules read must not seem to change a run with AdamW's."""
     if optim.rules == "report":
         return
     for key, neutral in (("per_head", True), ("tables", "sinkhorn"), ("tables_lr_factor", 1.0)):
@@ -168,7 +168,7 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.task.kind == "plan":
         yield {"lora.targets"}, problem("lora.targets", lora.targets, "task=plan knows no LoRA", "Leave lora out")
     if config.init_from is None and config.task.kind != "plan":
-        rule, remedy = "an adapter belongs to trained weights, and there are none", "Name a checkpoint: init_from=..."
+        rule, remedy = "an adapter needs trained weights, and there are none", "Name a checkpoint: init_from=..."
         yield {"lora.targets", "init_from"}, problem("lora.targets", lora.targets, rule, remedy)
     if config.optim.rules != "adamw":
         rule = "has no effect: an adapter is trained by AdamW"
@@ -200,7 +200,7 @@ def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> I
         rule = f"must have one number for each of the {len(rl.efforts)} efforts"
         yield f"samples = {rl.samples}: {rule}. Give as many"
     if kind == "rl" and min(rl.samples) < 2:
-        yield f"samples = {rl.samples}: a response alone has no other to be compared with. Give 2 or more"
+        yield f"samples = {rl.samples}: a single response has no other to be compared with. Give 2 or more"
     if rl.prompts % ranks:
         yield f"prompts = {rl.prompts}: must be a multiple of parallel.world_size = {ranks}. Choose one"
     if rl.in_flight < max(rl.samples):
@@ -246,7 +246,7 @@ def _drafter_problems(dspark: DsparkConfig, model: Mapping[str, Any], expert_par
     """What is wrong with a drafter and its loss for a model."""
     try:
         text = ModelConfig.from_dict(dict(model)).text
-    except ValueError:  # told elsewhere
+    except ValueError:  # reported elsewhere
         return
     for line in drafter_problems(text):
         yield f"model.text_config.{line}. Describe a drafter: dspark.drafter={{num_nextn_predict_layers: 3, ...}}"
@@ -269,7 +269,7 @@ def merge_problems(merger: Merger) -> Iterator[str]:
 
 
 def _cuda_is_available() -> bool:
-    import torch  # the rules over the configuration alone do without
+    import torch  # the rules over the configuration alone do not need it
 
     return torch.cuda.is_available()
 

@@ -35,12 +35,12 @@ class TaskConfig:
     kind: Annotated[str, AfterValidator(known_task)]  # a task of train/config/tasks.py
     tokens: PositiveInt  # the run ends with the first step at which this many real (non-padding) tokens were trained on
     seq_len: Annotated[int, Field(ge=2)]  # tokens in a packed row
-    micro_batch: PositiveInt  # rows in one forward pass of a process, at most
+    micro_batch: PositiveInt  # the most rows in one forward pass of a process
     # Rows in one optimizer step, all processes together: a multiple of micro_batch. Null for task=rl and task=distill,
     # whose steps have as many rows as their responses fill.
     global_batch_rows: PositiveInt | None
     eval_every: PositiveInt  # optimizer steps between evaluations; first and last state are always evaluated
-    sample_prompt: str  # continued once the run is complete
+    sample_prompt: str  # continued (sft: answered) when the run is complete
     sample_tokens: NonNegativeInt
     sample_temperature: NonNegativeFloat  # 0 = greedy
 
@@ -63,22 +63,24 @@ class OptimConfig:
     per_head: bool  # report only: orthogonalise wq_b and the vision wqkv head by head
     tables: Literal["sinkhorn", "adamw"]  # report only: method of embedding, head and Engram tables
     tables_lr_factor: PositiveFloat  # report only: multiplies the tables' learning rate
-    engram_lr_factor: PositiveFloat  # the Engram tables' own factor
+    engram_lr_factor: PositiveFloat  # multiplies the Engram tables' learning rate
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
     clip: PositiveFloat  # global gradient norm
-    router_bias_mode: Literal["separate", "shared", "off"]  # router biases follow each modality, the total, nothing
-    router_bias_rate: NonNegativeFloat  # step of the router biases
+    router_bias_mode: Literal[
+        "separate", "shared", "off"
+    ]  # router biases follow the load of each modality, of both together, or stay fixed
+    router_bias_rate: NonNegativeFloat  # how far a router bias moves in a step
 
 
 @dataclass(config=STRICT, frozen=True)
 class LoraConfig:
     """Train low-rank factors beside the frozen weights instead of the weights; see ``train/lora/inject.py``."""
 
-    targets: list[str]  # what gets factors: names in LORA_TARGETS of train/lora/targets.py; none: no LoRA
+    targets: list[str]  # what gets factors: names in LORA_TARGETS of train/lora/targets.py; empty: no LoRA
     rank: PositiveInt
-    alpha: PositiveFloat  # the factors' product counts alpha / rank
-    dropout: Annotated[float, Field(ge=0, lt=1)]  # of what the factors of linear layers and experts read
+    alpha: PositiveFloat  # the factors' product is scaled by alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)]  # on the input of the factors of linear layers and experts
 
     @property
     def on(self) -> bool:
@@ -87,44 +89,44 @@ class LoraConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class CheckpointConfig:
-    """When the run state is written and how many of them stay."""
+    """When the run state is written, and how many are kept."""
 
     every: PositiveInt  # optimizer steps
     keep: PositiveInt
-    asynchronous: bool  # copy the state into host memory and write it while training goes on
-    # Write the complete run's model as a checkpoint folder, <run>/export: in its own precision, or quantised as the
+    asynchronous: bool  # copy the state into host memory and write it while training continues
+    # Write the finished run's model as a checkpoint folder, <run>/export: in its own precision, or quantised as the
     # released one is.
     export: Literal[False, "plain", "released"]
 
 
 @dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
-    """Where and in which arithmetic the model runs. Several processes: train/distributed/engine.py."""
+    """Where the model runs and in which arithmetic. Several processes: train/distributed/engine.py."""
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
-    world_size: PositiveInt  # processes, one a GPU; each has its own rows of a step
+    world_size: PositiveInt  # number of processes, one per GPU; they share the rows of a step
     expert_parallel: PositiveInt  # processes that the routed experts of a layer are split over
     table_shards: PositiveInt  # processes that the rows of an Engram table are split over
     shard_embeddings: bool  # split the token embedding and the head like the Engram tables
-    gpu_memory_gib: PositiveFloat | None  # of one GPU; what task=plan compares with
+    gpu_memory_gib: PositiveFloat | None  # memory of one GPU, for the verdict of task=plan
 
 
 @dataclass(config=STRICT, frozen=True)
 class LoggerConfig:
     """Where the numbers go besides ``train.log`` and ``metrics.jsonl``."""
 
-    progress: bool  # bar, shown on a terminal only
+    progress: bool  # progress bar, on a terminal only
     wandb: bool
     wandb_project: str
 
 
 @dataclass(config=STRICT, frozen=True)
 class Config:
-    """A whole run. The name of a checkpoint for ``init_from``: see ``train/checkpoint/init_from.py``."""
+    """A whole run. How to name a checkpoint for ``init_from``: see ``train/checkpoint/init_from.py``."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    output: str  # run directories are made in here
+    output: str  # where run directories are made
     seed: NonNegativeInt
     task: TaskConfig
     model: dict[str, Any]
@@ -138,7 +140,7 @@ class Config:
     logger: LoggerConfig
     rl: RlConfig | None  # task=rl and task=distill only
     dspark: DsparkConfig | None  # task=dspark only
-    init_from: str | None  # begin with the weights of this checkpoint, and take its model and its tokenizer
+    init_from: str | None  # start from the weights of this checkpoint, with its model and tokenizer
 
     @property
     def run_dir(self) -> Path:
@@ -155,22 +157,22 @@ class SmallTask:
 
 @dataclass(config=STRICT, frozen=True)
 class Conversion:
-    """``task=convert``: a checkpoint folder in another format. The sections of a training run are not looked at."""
+    """``task=convert``: a checkpoint folder in another format. The sections of a training run are ignored."""
 
     task: SmallTask
     src: str  # a checkpoint folder
     dst: str  # a new folder
     format: Literal["released", "bf16"]
-    adapter: str | None = None  # a folder with an adapter of that checkpoint, to be merged into it
+    adapter: str | None = None  # a folder with an adapter of that checkpoint, to be merged
 
 
 @dataclass(config=STRICT, frozen=True)
 class Merger:
-    """``task=merge``: the weighted average of checkpoints. The sections of a training run are not looked at."""
+    """``task=merge``: the weighted average of checkpoints. The sections of a training run are ignored."""
 
     task: SmallTask
     checkpoints: Annotated[list[str], Field(min_length=1)]  # each as for ``init_from``
-    weights: list[float] | None  # of each; None: equal shares
+    weights: list[float] | None  # one for each; null: equal shares
     dst: str  # a new folder
     format: Literal["plain", "released"]
 

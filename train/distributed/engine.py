@@ -1,8 +1,8 @@
-"""The gradients and updates of a step over all processes. The only importer of DeepSpeed.
+"""Gradients and updates of a step over all processes. The only importer of DeepSpeed.
 
-One process computes as if this file did not exist, and imports no DeepSpeed. Several are a DeepSpeed engine at ZeRO
-stage 0 (its gradient sums over the ranks that hold the same parameter) with our own optimizer, whose state is divided
-among them.
+A single process computes as if this file did not exist, and imports no DeepSpeed. Several processes form a DeepSpeed
+engine at ZeRO stage 0 (for its gradient sums over the ranks that hold the same parameter) with our own optimizer, whose
+state is divided among them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from train.distributed.world import World
 
 
 class Engine:
-    """Gradients of a step: ``backward`` once per micro-batch, then ``reduce``; ``step`` updates and clears them."""
+    """Gradients of a step: call ``backward`` once per micro-batch, then ``reduce``; ``step`` updates and clears
+    them.
+    """
 
     def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.world, self.optimizer = world, optimizer
@@ -32,15 +34,15 @@ class Engine:
         self.deepspeed = _wrap(model, optimizer) if world.size > 1 else None
 
     def backward(self, loss: Tensor) -> None:
-        """Add this rank's gradients; nothing is sent but what the model itself exchanges."""
+        """Add this rank's gradients. Nothing is sent, except what the model itself exchanges."""
         if self.deepspeed is None:
             loss.backward()
         else:
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks that hold the same parameter. One without a gradient on any rank stays so;
-        without one on some only, it counts as zero there.
+        """Sum the gradients over the ranks that hold the same parameter. A parameter without a gradient on every rank
+        stays without one; where only some ranks lack it, it counts as zero there.
         """
         if self.deepspeed is None:
             return
@@ -50,11 +52,11 @@ class Engine:
         for parameter, count in zip(self.parameters, present.tolist(), strict=True):
             if not count:
                 parameter.grad = None
-            elif parameter.grad is None:  # DeepSpeed passes over a part without a row; its owner steps all the same
+            elif parameter.grad is None:  # DeepSpeed skips a part without rows; its owner still steps
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> None:
-        """Let the optimizer update, and clear the gradients."""
+        """Let the optimizer update, then clear the gradients."""
         if self.deepspeed is None:
             self.optimizer.step()
         else:
@@ -69,7 +71,7 @@ def init_distributed(backend: str, device: str, timeout: timedelta) -> None:
 
 
 def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]:
-    """(ranks that split a parameter into so many parts, ranks that hold the same part)."""
+    """(ranks among which a parameter with that many parts is split, ranks that hold the same part)."""
     from deepspeed.utils import groups
 
     if parts == 1:
@@ -83,12 +85,12 @@ def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]
 
 
 def group_name(parts: int) -> str:
-    """DeepSpeed's name for the ranks that split a parameter into so many parts."""
+    """DeepSpeed's name for the ranks among which a parameter with that many parts is split."""
     return f"ep_size_{parts}"
 
 
 def _import_deepspeed(device: str) -> Any:
-    """DeepSpeed, quiet and without its compiled operators: we use none, and building them takes a minute."""
+    """DeepSpeed, without log output and compiled operators: none is used, and building them takes a minute."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
@@ -105,7 +107,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     for parameter in split:
         parameter.allreduce, parameter.group_name = False, group_name(parameter.shard.ranks.size)
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # the loaders know better; the engine only counts with it
+        "train_micro_batch_size_per_gpu": 1,  # a placeholder; the engine only uses it for counting
         "gradient_accumulation_steps": 1,
         "gradient_allreduce_op": "sum",
         "gradient_clipping": 0.0,
@@ -114,7 +116,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     }
     with packed_weights_aside(model):  # the engine broadcasts every parameter; these come from the same files anyway
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    # Set by the presence of DeepSpeed's own MoE layer only; without it the engine fails on a split parameter.
+    # Only DeepSpeed's own MoE layer sets this; without it the engine fails on a split parameter.
     engine.has_moe_layers = bool(split)
-    engine.enable_backward_allreduce = False  # `Engine.reduce` does it, once a step
+    engine.enable_backward_allreduce = False  # `Engine.reduce` does that, once a step
     return engine

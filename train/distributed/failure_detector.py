@@ -1,10 +1,10 @@
-"""Which process of a run is not there, or gone: noticed, said by name, and the end of all others.
+"""Detects ranks that never start or that die, names them, and ends the rest.
 
-Before the processes form a group they wait for each other at a store (`meet`), which says who has not come.
+Before the processes form a group they wait for each other at a store (`meet`), which says who is missing.
 
-A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
-thread that leaves a sign of life in the store the processes met in, and looks at the others: at those of its own host
-by their process id, rank 0 at all by their signs of life, and rank 1 at rank 0 by those.
+Later, when a process dies, a collective call fails with a peer's address, or waits forever. So every process runs a
+thread that writes a heartbeat to the store and watches the others: those of its own host by their process id, rank 0
+all others by their heartbeats, and rank 1 rank 0 in the same way.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ SILENCE = 20.0  # seconds without one after which a process counts as lost
 GRACE = 10.0  # seconds that a process has to end by itself once another is lost
 FAILURES = 3  # beats in a row that the store must refuse: it ends with the process or launcher that holds it
 AGAIN = "Start the same command again to continue from the last checkpoint"
-PATIENCE = 600.0  # seconds that processes have to start after the first, which can read Python from a slow disk
-REMINDER = 60.0  # seconds between lines that say whom the others wait for
-POLL = 0.1  # seconds between looks at who has started
+PATIENCE = 600.0  # seconds that the other processes have to start; reading Python from a slow disk takes long
+REMINDER = 60.0  # seconds between lines that name the missing processes
+POLL = 0.1  # seconds between checks of who has started
 
 
 def meet(rank: int, size: int, local_rank: int) -> dist.Store:
-    """Wait until all processes of a run have started. What is returned must be kept until they have formed a group.
+    """Wait until all processes of a run have started. Keep the returned store until they have formed a group.
 
-    Rank 0 says whom it waits for; while that has not come, one process of every host does.
+    Rank 0 says whom it waits for; until rank 0 arrives, one process per host prints the message.
 
     Raises:
-        RankLost: some have not after `PATIENCE`; the message names them.
+        RankLost: some have not started after `PATIENCE` seconds; the message names them.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    holds = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # otherwise the launcher holds the store
     speaks = rank == 1 or local_rank == 0
     if not holds:
         missing = _wait(lambda: "" if _answers(host, port) else f"rank 0 of {size} (nothing at {host}:{port})", speaks)
@@ -66,7 +68,7 @@ def meet(rank: int, size: int, local_rank: int) -> dist.Store:
 
 
 def _wait(missing: Callable[[], str], speaks: bool) -> str:
-    """Until nothing is missing, or for as long as there is patience; then the message."""
+    """Wait until nothing is missing, or until `PATIENCE` is over; then returns the message."""
     started = said = time.monotonic()
     while names := missing():
         now = time.monotonic()
@@ -80,7 +82,7 @@ def _wait(missing: Callable[[], str], speaks: bool) -> str:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether the store can be reached. A TCPStore that waits for it by itself prints pages meanwhile."""
+    """Whether the store can be reached. A TCPStore that waits by itself prints pages of warnings."""
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -89,7 +91,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _absent(store: dist.Store, size: int) -> str:
-    """The ranks that are not there, as people write them (ranks 1, 4-7 of 8), or nothing."""
+    """The missing ranks in words ("ranks 1, 4-7 of 8"), or an empty string."""
     ranks = [rank for rank in range(size) if not store.check([str(rank)])]
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
@@ -98,7 +100,9 @@ def _absent(store: dist.Store, size: int) -> str:
 
 
 class Watch(threading.Thread):
-    """The thread. ``store``: a connection of its own, for a call that waits in the shared one would silence it."""
+    """The watching thread. ``store``: a connection of its own, because a call that waits in a shared one would stop the
+    heartbeat.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         super().__init__(name="watch", daemon=True)
@@ -106,12 +110,14 @@ class Watch(threading.Thread):
         self.me = f"{socket.gethostname()} {os.getpid()}"
         self.lost: str | None = None
         self._found, self._closed = threading.Event(), threading.Event()
-        self._beats: dict[int, tuple[bytes, int]] = {}  # the last sign of life, and looks that found no other
-        self._unanswered = 0  # beats since the store's last answer; nowhere a clock, which goes on in a suspended job
+        self._beats: dict[
+            int, tuple[bytes, int]
+        ] = {}  # the last heartbeat, and how many checks have found no newer one
+        self._unanswered = 0  # beats since the store last answered; a clock would go on while a job is suspended
         store.set(f"where/{rank}", self.me)
         store.set(f"beat/{rank}", "0")
         self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
-        # Of the same host, and not hidden from here in a container of its own.
+        # Ranks of the same host, unless a container hides their processes.
         host = self.places[rank][0]
         self.neighbours = [r for r, (there, pid) in enumerate(self.places) if there == host and _lives(int(pid))]
 
@@ -124,12 +130,14 @@ class Watch(threading.Thread):
             if self._unanswered * BEAT > SILENCE:
                 self.lost = self._store_is_lost()
         self._found.set()
-        if not self._closed.wait(GRACE):  # the main thread waits for a collective that nobody will answer
+        if not self._closed.wait(GRACE):  # the main thread waits in a collective that will never complete
             self.say()
             os._exit(LOST)
 
     def _ask(self) -> None:
-        """In a thread of its own, for a store whose host is gone or hangs never answers, whatever its timeout."""
+        """Runs in a separate thread, because a store whose host is gone or hangs never answers, whatever its
+        timeout.
+        """
         count = failures = 0
         while self.lost is None and not self._closed.wait(BEAT):
             count += 1
@@ -147,19 +155,19 @@ class Watch(threading.Thread):
         return f"{holder} no longer answers"
 
     def leave_word(self, reason: str) -> None:
-        """Tell the others why this process ends."""
+        """Record for the others why this process ends."""
         try:
             self.store.compare_set("lost", "", f"{self.name_of(self.rank)} stopped: {reason}")
         except RuntimeError:  # the store is gone too; the others have noticed
             pass
 
     def verdict(self, seconds: float) -> str | None:
-        """What is lost, waiting for the answer at most so long."""
+        """What is lost; waits at most so many seconds for the answer."""
         self._found.wait(seconds)
         return self.lost
 
     def close(self) -> None:
-        """This process ends in order, or at least by itself."""
+        """To be called when this process ends by itself."""
         self._closed.set()
 
     def name_of(self, rank: int) -> str:
@@ -167,7 +175,7 @@ class Watch(threading.Thread):
         return f"rank {rank} (process {pid} on {host})"
 
     def speaks(self) -> bool:
-        """Whether this process is the one to report: rank 0, or rank 1 if that was lost without a word."""
+        """Whether this process reports the loss: rank 0, or rank 1 if rank 0 was lost without a message."""
         silent = self.lost.startswith("rank 0 ") and "stopped:" not in self.lost
         return self.rank == (1 if silent else 0)
 
@@ -179,12 +187,12 @@ class Watch(threading.Thread):
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
         gone = [rank for rank in self.neighbours if not _lives(int(self.places[rank][1]))]
-        if not gone and self.rank < 2:  # whose store lives on where a launcher holds it
+        if not gone and self.rank < 2:  # a launcher's store outlives rank 0
             others = range(1, self.size) if self.rank == 0 else [0]
             gone = [rank for rank in others if self._silent(rank)]
         if not gone:
             return None
-        time.sleep(BEAT / 2)  # one that ended by itself has left word
+        time.sleep(BEAT / 2)  # a process that ended by itself has recorded why
         found = f"{self.name_of(gone[0])} is gone"
         return self.store.compare_set("lost", "", found).decode() or found
 
@@ -196,7 +204,7 @@ class Watch(threading.Thread):
 
 
 def message(lost: str) -> str:
-    """What a person is told."""
+    """The message for the user."""
     return f"{lost}; the other processes ended too. {AGAIN}"
 
 

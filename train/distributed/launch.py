@@ -16,15 +16,15 @@ from train.distributed.failure_detector import Watch, meet
 from train.distributed.launchers import ProcessInfo, find_process
 from train.distributed.world import World, pick_device
 
-TIMEOUT = timedelta(minutes=30)  # of a collective; the failure detector notices a lost rank earlier
+TIMEOUT = timedelta(minutes=30)  # for a collective; the failure detector notices a lost rank earlier
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def launch(layout: ParallelConfig) -> World:
-    """Meet the other processes, if any: started by torchrun, by the deepspeed launcher or by srun.
+    """Join the other processes, if any, started by torchrun, the deepspeed launcher or srun.
 
     Raises:
-        ConfigError: the processes that were started are not those that the configuration names.
+        ConfigError: the number of processes started is not the configured one.
         RankLost: some of them did not start.
     """
     process = find_process()
@@ -50,7 +50,7 @@ def _rendezvous(process: ProcessInfo, device: torch.device) -> None:
         torch.cuda.set_device(device)
     started = meet(process.rank, process.size, process.local_rank)
     init_distributed(BACKEND[device.type], device.type, TIMEOUT)
-    del started  # the group holds the store now
+    del started  # the group now holds the store
 
 
 def _mismatch(layout: ParallelConfig, process: ProcessInfo) -> str:

@@ -1,4 +1,4 @@
-"""The processes of a run as one of them sees them: who it is, what it shares with whom, sums over all."""
+"""The processes of a run as one of them sees them: its rank, its groups, sums over all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.errors import RankLost
 
 
 def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
-    """``auto`` is a CUDA device if there is one, else the CPU. A process that sees several takes its own."""
+    """``auto`` is a CUDA device if there is one, else the CPU. A process that sees several devices takes its own."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if process.size == 1:
@@ -40,17 +40,17 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that prints, logs and writes."""
+        """Whether this process prints, logs and writes."""
         return self.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in process; returns it."""
+        """Sum over all ranks, in place; returns the tensor."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum_all(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sum of each over all ranks, in one call for each dtype."""
+        """The sum of each tensor over all ranks, in one call per dtype."""
         if self.size == 1:
             return tensors
         found: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ class World:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds on any rank."""
+        """Whether it is true on any rank."""
         return bool(self.sum_(torch.tensor(int(flag))))
 
     def from_first(self, value: Any) -> Any:
@@ -88,7 +88,7 @@ class World:
 
     @contextmanager
     def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
-        """Around what the ranks do together. All end when one does, with a message that names it.
+        """Wraps what the ranks do together. If one ends, all end, with a message that names it.
 
         ``agreed``: exceptions that every rank raises at the same place.
 
@@ -104,7 +104,7 @@ class World:
             self._part()
             raise
         except Exception as error:
-            # A rank whose peer is gone gets some error from the collective call, before the watch knows who it is.
+            # When a peer is gone, the collective call fails before the watch knows which one it was.
             lost = self.watch.verdict(SILENCE + 5 if _from_collective(error) else 0)
             self.watch.leave_word(f"{type(error).__name__}: {error}")
             if lost and _from_collective(error):

@@ -1,4 +1,6 @@
-"""How good a drafter's proposals are: loss terms, expected accepted length, acceptance by slot, calibration, load."""
+"""Quality of a drafter's proposals: loss terms, expected accepted length, acceptance by slot, calibration,
+expert load.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from train.logging.records import load_record
 
 
 def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Of the sums of ``model.dspark.DraftLosses`` over a step or an evaluation.
+    """Statistics from the sums of ``model.dspark.DraftLosses`` over a step or an evaluation.
 
-    ce, l1, confidence: means of the loss terms. tau: expected accepted length of a block, the backbone's own token
-    included. alpha: acceptance by slot, of slots whose predecessors are supervised too. ece: mean distance between
+    ce, l1, confidence: means of the loss terms. tau: expected accepted length of a block, including the backbone's own
+    token. alpha: acceptance by slot, over slots whose predecessors are supervised too. ece: mean distance between
     predicted and true acceptance, over bins of the prediction. None where there was no slot.
     """
     slots = sums["slots"].double()
@@ -45,7 +47,7 @@ def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """``measures`` on the held-out rows, at the same anchors in every evaluation and run. Changes no state. None as
-    soon as ``stop`` says so, on any rank.
+    soon as ``stop`` returns True on any rank.
     """
     started, settings, world = time.perf_counter(), run.config.dspark, run.world
     sums: dict[str, torch.Tensor] = {}
@@ -72,7 +74,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
 
 
 def loss_of(found: Mapping[str, Any], objective: Any) -> float | None:
-    """The whole loss from its terms."""
+    """The total loss from its terms."""
     if found["ce"] is None:
         return None
     return objective.ce * found["ce"] + objective.l1 * found["l1"] + objective.confidence * found["confidence"]

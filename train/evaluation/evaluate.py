@@ -17,9 +17,9 @@ from train.logging.records import load_record
 
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Cross-entropy on the held-out rows, in nats per token and bits per byte; how even their expert load is; and how
-    much of the true top-k attention mass the indexers find on the first of them. Of conversations also how many answers
-    are right to the last token. Changes no state. None as soon as ``stop`` says so, on any rank.
+    """Cross-entropy on the held-out rows in nats per token and bits per byte, how even their expert load is, and the
+    share of the true top-k attention mass that the indexers find on the first of them. For conversations also how many
+    answers are right to the last token. Changes no state. None as soon as ``stop`` returns True on any rank.
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)

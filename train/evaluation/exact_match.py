@@ -1,7 +1,7 @@
 """Exact match on held-out conversations: would greedy decoding write the answer?
 
-Greedy decoding writes an answer exactly if each of its tokens, EOS included, is the likeliest one after the tokens
-before it. So one pass over the conversations as they are decides it for all of them; nothing needs to be generated.
+It does exactly if each token of the answer, EOS included, is the most likely one after the tokens before it. So one
+forward pass over the conversations decides it for all of them; nothing needs to be generated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from model.loss import cross_entropy_sum, is_likeliest
 
 
 class ExactMatch:
-    """An objective (see `model.loss.Objective`): the cross-entropy, which notes on the way what greedy decoding would
-    have written. For one batch, without gradients.
+    """An objective (see `model.loss.Objective`): the cross-entropy, which also records where greedy decoding would be
+    right. For one batch, without gradients.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class ExactMatch:
         return cross_entropy_sum(hidden, weight, targets)
 
     def count(self, seq_lens: Tensor, row_length: int) -> Tensor:
-        """int64 [2]: conversations with all taught tokens right, conversations with any. seq_lens [B, documents] are
-        the lengths of the conversations of each row of `row_length` tokens.
+        """int64 [2]: conversations with all supervised tokens right, conversations with any supervised token. seq_lens
+        [B, documents] are the lengths of the conversations in each row of `row_length` tokens.
         """
         starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
-        ends = (starts + seq_lens.cumsum(1)).flatten()  # never falling: an empty conversation ends where it begins
+        ends = (starts + seq_lens.cumsum(1)).flatten()  # non-decreasing: an empty conversation ends where it begins
         document = torch.searchsorted(ends, self.places, right=True)
         taught = torch.zeros_like(ends).index_add_(0, document, torch.ones_like(document))
         right = torch.zeros_like(ends).index_add_(0, document, self.hits)
@@ -40,8 +40,8 @@ class ExactMatch:
 
 
 def most_frequent(loader: Any) -> tuple[float, Tensor]:
-    """Share of the held-out conversations that have the most frequent answer, and its tokens: what a model reaches that
-    always says the same.
+    """Share of the held-out conversations that have the most frequent answer, and its tokens: the score of a model that
+    always gives this answer.
     """
     store, rows = loader.window.store, loader.window.rows
     answers: Counter[tuple[int, ...]] = Counter()

@@ -1,4 +1,4 @@
-"""What a drafter's training prints and draws."""
+"""What the training of a drafter prints and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.logging.plot import Panel, Series, draw
 
 
 class DrafterReporter(Reporter):
-    """A ``Reporter`` of expected accepted lengths; it draws ``tau.png``."""
+    """A ``Reporter`` for expected accepted lengths; it draws ``tau.png``."""
 
     picture = "tau.png"
 
@@ -33,7 +33,7 @@ class DrafterReporter(Reporter):
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """One greppable line of ``key=value`` pairs; acceptance by slot, expert load of the worst stage."""
+    """One greppable line of ``key=value`` pairs: acceptance by slot, expert load of the worst stage."""
     load = record["expert_load"].get("text")
     return " ".join([
         f"step={record['step']}",

@@ -1,4 +1,6 @@
-"""Where the numbers of a run go: a log line a step, ``metrics.jsonl``, a bar on a terminal, a picture and W&B."""
+"""Where the numbers of a run go: one log line per step, ``metrics.jsonl``, a progress bar on a terminal, a
+plot, W&B.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from train.logging.text import visible
 
 
 class Reporter:
-    """Writes every record of a run to every place that was asked for.
+    """Writes every record of a run to all configured places.
 
-    A resumed run continues the files of the run directory: records of steps after the resumed one, which will be
-    repeated, are dropped first. W&B's own id of the run is kept there too, so that every later process continues it.
+    A resumed run appends to the files of the run directory; records of steps that will be repeated are dropped first.
+    The id of the W&B run is kept there too, so that later processes continue it.
     """
 
     picture = "loss.png"
@@ -42,14 +44,14 @@ class Reporter:
         self.wandb = wandb.start(config) if config.logger.wandb else None
 
     def log(self, line: str) -> None:
-        """A line for people, on the screen and in ``train.log``; control characters in it are spelled out."""
+        """Write a line to the screen and to ``train.log``."""
         line = visible(line)
         self.console.print(line)
         with naming(self.text.name):
             self.text.write(line + "\n")
 
     def step(self, record: dict[str, Any]) -> None:
-        """The numbers of one optimizer step."""
+        """Write the numbers of one optimizer step."""
         self.log(self.step_line(record))
         self._record({"kind": "train", **record})
         if self.bar is not None:
@@ -58,13 +60,13 @@ class Reporter:
             self.bar.update(self.task, completed=done, **numbers)
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """The numbers of one evaluation."""
+        """Write the numbers of one evaluation."""
         self.log(self.evaluation_line(record))
         self._record({"kind": "valid", **record})
         self.plot()
 
     def plot(self) -> Path:
-        """Draw the picture of everything recorded so far."""
+        """Plot everything recorded so far."""
         path = self.directory / self.picture
         self.draw(self.records, path)
         return path
@@ -86,12 +88,12 @@ class Reporter:
         draw(path, [Panel("tokens", "loss (nats per token)", series)])
 
     def stop_bar(self) -> None:
-        """Take the bar off the screen's last line; training is over."""
+        """Remove the progress bar from the screen; training is over."""
         if self.bar is not None:
             self.bar.stop()
 
     def close(self) -> None:
-        """Flush and close every place."""
+        """Flush and close all outputs."""
         self.stop_bar()
         if self.wandb is not None:
             self.wandb.finish()
@@ -139,7 +141,7 @@ class Reporter:
 
 
 class Silent:
-    """The reporter of the processes that report nothing."""
+    """The reporter of processes that report nothing."""
 
     def log(self, line: str) -> None: ...
     def step(self, record: dict[str, Any]) -> None: ...
@@ -169,7 +171,7 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """The same of an evaluation; the recall of the indexers is listed by source."""
+    """The same for an evaluation; the recall of the indexers is listed by source."""
     parts = [
         f"step={record['step']}",
         f"valid_loss={record['loss']:.4f}",
@@ -189,7 +191,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB: of the device for CUDA, resident for the CPU."""
+    """Peak memory in GiB: of the device for CUDA, resident memory of this process for the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

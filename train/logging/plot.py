@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG files. The only importer of matplotlib."""
+"""Plots of a run, as PNG files. The only importer of matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """One pair of axes with its series."""
 
     xlabel: str
     ylabel: str

@@ -28,7 +28,7 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, floa
 
 
 def start(config: Config) -> Any:
-    """W&B's run: a new one, or the one that an earlier process has begun for this run directory."""
+    """The W&B run: a new one, or the one that an earlier process started for this run directory."""
     import wandb
 
     known = config.run_dir / "wandb_id"
@@ -49,7 +49,7 @@ def start(config: Config) -> Any:
 
 
 def _mode(seconds: float = 3.0) -> str | None:
-    """None (W&B obeys WANDB_MODE) if that is set; else online if there is a key and the server answers, or offline."""
+    """None if WANDB_MODE is set, which W&B obeys; else online if there is a key and the server answers, or offline."""
     import wandb
 
     if os.environ.get("WANDB_MODE"):

@@ -1,12 +1,12 @@
-"""LoRA: small trained factors beside frozen weights, with `peft` (which only this file imports).
+"""LoRA: small trained factors beside frozen weights, by means of `peft` (which only this file imports).
 
-Linear layers and the embedding get `peft`'s own layers. The three classes here do the same for modules that it does
+Linear layers and the embedding get `peft`'s own layers. The three classes here do the same for modules that `peft` does
 not know: the block-diagonal output projection, the head (whose weight the chunked losses read) and the stacked routed
-experts. A weight W [out, in] acts as W + alpha / rank * B A, with A [rank, in] drawn at random and B [out, rank] zero
-at the start; an embedding [rows, dim] has B [dim, rank] drawn and A [rank, rows] zero. Experts have an A and a B each,
-stacked along the first dimension and split over ranks as the experts are; W + B A is never formed for them.
+experts. A weight W [out, in] acts as W + alpha / rank * B A, with A [rank, in] drawn at random and B [out, rank]
+initially zero; an embedding [rows, dim] has B [dim, rank] drawn and A [rank, rows] zero. Each expert has its own A and
+B, stacked along the first dimension and split over ranks as the experts are; W + B A is never formed for them.
 
-An adapter on disk has `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` reads it onto a plain model.
+An adapter on disk has `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` loads it onto a plain model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from train.config.schema import LoraConfig
 from train.lora.peft_format import BIASES, PREFIX, STACK, WEIGHTS
 from train.lora.targets import LORA_TARGETS
 
-NAME = "default"  # `peft`'s name of the one adapter
+NAME = "default"  # `peft`'s name for the only adapter
 
 
 class _Wrapper(nn.Module, LoraLayer):
-    """What the layers below share: a base layer, and the changes of its weights for merging."""
+    """Common part of the layers below: a base layer, and the changes of its weights for merging."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, r: int, lora_alpha: float, **_: Any):
         super().__init__()
@@ -52,7 +52,7 @@ class _Wrapper(nn.Module, LoraLayer):
         return module.weight.shape[1], module.weight.shape[0]
 
     def changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """(weight of the base layer, what the adapter adds to it)."""
+        """(weight of the base layer, what the adapter adds to it) pairs."""
         product = self.lora_B[adapter].weight @ self.lora_A[adapter].weight
         yield self.base_layer.weight, product * self.scaling[adapter]
 
@@ -77,7 +77,7 @@ class _Wrapper(nn.Module, LoraLayer):
 
 
 class GroupedLora(_Wrapper):
-    """LoRA of a `GroupedLinear`: its groups share A, each has its rows of B."""
+    """LoRA of a `GroupedLinear`: its groups share A, and each has its own rows of B."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
@@ -89,7 +89,7 @@ class GroupedLora(_Wrapper):
 
 
 class HeadLora(_Wrapper):
-    """LoRA of the head, whole on every rank also where the head is split. No dropout: losses read the weight alone."""
+    """LoRA of the head, whole on every rank even if the head is split. No dropout: losses read the weight alone."""
 
     def _get_in_out_features(self, module: Head) -> tuple[int, int]:
         return module.in_features, module.shard.total
@@ -133,7 +133,9 @@ class ExpertsLora(_Wrapper):
         """What the adapters add to `Experts.linear`."""
         total: Tensor | float = 0.0
         for name in self.in_use:
-            missing = -self.r[name] % 8  # the grouped product wants rows of whole 16 bytes; zeros add nothing
+            missing = (
+                -self.r[name] % 8
+            )  # the grouped product needs rows that are multiples of 16 bytes; zeros add nothing
             a, b = self.lora_A[name][weight], self.lora_B[name][weight]
             low = grouped_linear(self.lora_dropout[name](rows), F.pad(a, (0, 0, 0, missing)), ends)
             total = total + self.scaling[name] * grouped_linear(low, F.pad(b, (0, missing)), ends)
@@ -149,8 +151,8 @@ class ExpertsLora(_Wrapper):
 
 
 class Trained(nn.Module):
-    """What a run changes of a model with an adapter: the adapter's parameters and the router biases, under the model's
-    names.
+    """The part of a model with an adapter that a run changes: the adapter's parameters and the router biases, under the
+    model's names.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -163,10 +165,10 @@ class Trained(nn.Module):
 
 
 def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
-    """Freeze `model` and put an adapter into it, in place. Its parameters are those that one process would draw.
+    """Freeze `model` and add an adapter, in place. The initial values are those that a single process would draw.
 
     Raises:
-        ConfigError: a target names nothing in this model, or what it names is split over ranks.
+        ConfigError: a target matches nothing in this model, or what it matches is split over ranks.
     """
     modules = list(_target_modules(model, config.targets))
     choice = peft.LoraConfig(
@@ -189,12 +191,12 @@ def trained_parameters(model: DeepseekV41) -> dict[str, nn.Parameter]:
 
 
 def merge(model: nn.Module) -> None:
-    """Add the adapter to the weights and take it out, in place: the model is a plain one again."""
+    """Add the adapter to the weights and remove it, in place: the model is a plain one again."""
     wrappers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, module in wrappers.items():
         module.merge()
         parent, _, leaf = name.rpartition(".")
-        if parent not in wrappers:  # `peft` nests its wrappers of one module
+        if parent not in wrappers:  # `peft` nests several wrappers of one module
             base = module.get_base_layer()
             if isinstance(base, Experts):
                 base.adapter = None
@@ -205,8 +207,8 @@ def merge(model: nn.Module) -> None:
 def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> None:
     """Write the adapter in `peft`'s format, whole or not at all. All ranks call it; the first one writes.
 
-    base: the checkpoint that it belongs to, as a note for the reader. biases: the run moved the router biases, which
-    `peft` knows nothing of: they go into a file of their own.
+    base: the checkpoint that it belongs to, recorded for the reader. biases: the run moved the router biases, which
+    `peft` does not know; they go into a separate file.
     """
     tensors = dict(_tensors(model))
     if dist.is_initialized() and dist.get_rank():
@@ -229,12 +231,12 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         if biases:
             save_file(_biases(model), work / BIASES)
-        for path in work.iterdir():  # the library makes its files for their owner alone
+        for path in work.iterdir():  # the library makes its files readable by the owner only
             path.chmod(0o644)
 
 
 def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
-    """The modules that the targets name. Raises ``ConfigError`` naming every target without any."""
+    """The modules that the targets match. Raises ``ConfigError`` naming every target without any."""
     names = [name for name, _ in model.named_modules()]
     problems = []
     for target in targets:
@@ -250,7 +252,7 @@ def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
 
 
 def _mark(module: ExpertsLora) -> None:
-    """Split the adapter of split experts as they are."""
+    """Mark the adapter of split experts as split like them."""
     for weight in STACK:
         shard = getattr(getattr(module.base_layer, weight), "shard", None)
         if shard is not None:
@@ -259,7 +261,7 @@ def _mark(module: ExpertsLora) -> None:
 
 @torch.no_grad()
 def _draw(model: DeepseekV41, seed: int) -> None:
-    """Initial values as `peft` draws them, but from a generator of its own for each tensor, and for each expert."""
+    """Initial values as `peft` draws them, but with a separate generator for each tensor and each expert."""
     for name, parameter in trained_parameters(model).items():
         drawn = ".lora_A." in name or ".lora_embedding_B." in name
         if not drawn:
@@ -277,15 +279,15 @@ def _start(key: str, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest()))
     if ".lora_embedding_B." in key:
         return torch.randn(like.shape, generator=generator)
-    bound = like.shape[1] ** -0.5  # Kaiming's uniform with a = sqrt(5), as for a linear layer
+    bound = like.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5), as for a linear layer
     return torch.rand(like.shape, generator=generator) * (2 * bound) - bound
 
 
 def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
-    """The adapter under `peft`'s names and in its shapes, on the CPU. All ranks go through it together.
+    """The adapter under `peft`'s names and in its shapes, on the CPU. All ranks call it together.
 
-    `peft` wraps the three weights of a stack one around the other, w1 innermost. It has A [E * rank, in] expert by
-    expert, and B [out, rank * E] with the columns of all experts next to each other.
+    `peft` nests the wrappers of a stack's three weights, w1 innermost. It has A [E * rank, in] expert by expert, and B
+    [out, rank * E] with the columns of all experts next to each other.
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLora):

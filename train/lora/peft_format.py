@@ -1,4 +1,6 @@
-"""An adapter in `peft`'s format as changes of the weights it belongs to, a few rows at a time: no model is needed."""
+"""Reads an adapter in `peft`'s format as changes of the weights it belongs to, a few rows at a time, without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,32 @@ from model.checkpoint.convert import Change
 from model.checkpoint.names import MERGED
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` knows nothing of it
-PREFIX = "base_model.model."  # of the names in WEIGHTS; "model." follows where `peft` wrapped the transformers class
-STACK = ("w1", "w2", "w3")  # the weights of stacked experts in the order of their registration
+BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` does not know this file
+PREFIX = "base_model.model."  # of the names in WEIGHTS; followed by "model." if `peft` wrapped the transformers class
+STACK = ("w1", "w2", "w3")  # the weights of stacked experts, in registration order
 _NAME = re.compile(re.escape(PREFIX) + r"(?:model\.)?(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_embedding_A)")
-# Settings under which an adapter is alpha / rank * B A beside the weights as they were. Any other must be off.
+# Settings with which an adapter is alpha / rank * B A beside unchanged weights. All others must be off.
 _USUAL = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights", "target_modules", "target_parameters"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
 }
-_KEEP_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")  # of init_lora_weights; others change the weights
+_KEEP_THE_BASE = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # values of init_lora_weights; others change the base weights
 
 
 def read_changes(folder: Path, experts: int) -> dict[str, Change]:
-    """Released tensor name -> change, for everything that the adapter in `folder` touches. The model has so many routed
-    `experts` a layer.
+    """Released tensor name -> change, for everything that the adapter in `folder` changes. `experts`: routed experts
+    per layer of the model.
 
     Raises:
-        ValueError: it holds no LoRA adapter, one of a kind that is not known here, or a damaged one.
+        ValueError: it is not a LoRA adapter, is of an unsupported kind, or is damaged.
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -75,7 +84,7 @@ def merged_record(adapter: Path, base: Path) -> str:
 
 
 def _oddities(config: Any) -> Iterator[str]:
-    """What keeps a configuration from being that of a plain adapter."""
+    """Reasons why a configuration is not that of a plain LoRA adapter."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         yield "peft_type is not LORA"
         return
@@ -118,8 +127,8 @@ def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts:
 
 
 def _stacked(module: str, depth: int, targets: list[str]) -> str:
-    """Which weight of stacked experts a wrapper at this depth is for: `peft` wraps those that `target_parameters` names
-    one around the other, the first registered one innermost.
+    """Which weight of stacked experts a wrapper at this depth belongs to: `peft` nests the wrappers of those that
+    `target_parameters` names, the first registered one innermost.
     """
     named = [w for w in STACK if any(f".model.{module}.{w}".endswith(f".{target}") for target in targets)]
     if depth >= len(named):

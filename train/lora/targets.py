@@ -1,9 +1,9 @@
-"""What LoRA can be given, and how the model names its layers."""
+"""What LoRA can be applied to, and the names of those layers in the model."""
 
 LAYER = r"layers\.\d+\."
 BLOCK = r"vision\.blocks\.\d+\."
 
-# What LoRA can be given: a name in `lora.targets`, and the modules behind it.
+# Name in `lora.targets` -> pattern of the modules that get factors.
 LORA_TARGETS = {
     "attention": LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)",
     "compressor": LAYER + r"attn\.compressor\.(wkv|wgate)",

@@ -364,7 +364,7 @@ def test_a_reward_may_fail_for_some_steps_once_it_has_worked() -> None:
         ("rl.efforts=[20,50abc]", "effort='50abc'"),
         ("rl.eval_efforts=[]", "rl.eval_efforts: efforts=.* at least one"),
         ("rl.samples=[3]", "rl.samples = .3.: must have one number for each of the 2 efforts"),
-        ("rl.samples=[1,3]", "a response alone has no other"),
+        ("rl.samples=[1,3]", "a single response has no other"),
         ("rl.in_flight=2", "rl.in_flight = 2: a subgroup of 3 responses must fit"),
         ("rl.max_tokens=128", "rl.max_tokens = 128: with its prompt"),
         ("rl.tasks=[]", "rl.tasks"),
