@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATED = "configuration.md"
 PROGRAMS = ("python", "narrows", "make", "torchrun", "deepspeed", "sbatch", "source")
 LAUNCHERS = ("torchrun", "deepspeed", "sbatch")
+ELSEWHERE = ("trl",)  # libraries whose snippets tests/interop runs, where they are installed
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -89,6 +90,12 @@ def all_commands() -> dict[tuple[str, ...], str]:
         for where, words in page.commands:
             found.setdefault(tuple(words), where)
     return found
+
+
+def snippets() -> list[Block]:
+    """Every Python block, but those of libraries that other tests try."""
+    blocks = [block for page in pages() for block in page.blocks if block.language == "python"]
+    return [block for block in blocks if not any(f"from {name} import" in block.text for name in ELSEWHERE)]
 
 
 def overrides_of(words: list[str] | tuple[str, ...]) -> list[str] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from tests.docs.pages import GENERATED, ROOT, Page, all_commands, overrides_of, pages
+from tests.docs.pages import GENERATED, ROOT, Page, all_commands, overrides_of, pages, snippets
 from train.config.compose import CONF_DIR, open_overrides
 from train.config.parse import parse
 from train.config.schema import Config
@@ -123,8 +123,10 @@ def test_blocks_are_of_known_kinds():
 
 
 def test_python_snippets_compile_and_import():
-    found = [block for page in PAGES for block in page.blocks if block.language == "python"]
-    assert len(found) >= 5
+    for block in (block for page in PAGES for block in page.blocks if block.language == "python"):
+        compile(block.text, block.where, "exec")
+    found = snippets()
+    assert len(found) >= 6
     for block in found:
         for node in ast.walk(ast.parse(block.text, block.where)):
             if isinstance(node, ast.Import):
@@ -218,8 +220,7 @@ def _numbers(tree: object) -> list[float]:
 def test_a_snippet_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch):
     """The ones that use a checkpoint as a library; `make docs-check` runs the others too."""
     monkeypatch.chdir(workplace)
-    blocks = [block for page in PAGES for block in page.blocks if block.language == "python"]
-    run = [block for block in blocks if "load_pretrained(" in block.text]
+    run = [block for block in snippets() if "load_pretrained(" in block.text]
     assert len(run) >= 2
     for block in run:
         exec(compile(block.text, block.where, "exec"), {})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, all_commands, overrides_of, pages
+from tests.docs.pages import ROOT, all_commands, overrides_of, snippets
 
 pytestmark = pytest.mark.slow
 TINY = [
@@ -44,10 +44,8 @@ NEEDS_MORE = ("rollout=sglang", "rollout=vllm", "data.source=hub")
 
 def test_snippets(workplace: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(workplace)
-    for page in pages():
-        for block in page.blocks:
-            if block.language == "python":
-                exec(compile(block.text, block.where, "exec"), {})
+    for block in snippets():
+        exec(compile(block.text, block.where, "exec"), {})
 
 
 @pytest.mark.parametrize("command, overrides", COMMANDS, ids=[command[:90] for command, _ in COMMANDS])

@@ -370,7 +370,7 @@ def test_a_reward_may_fail_for_some_steps_once_it_has_worked() -> None:
         ("rl.tasks=[]", "rl.tasks"),
         ("rl.length.k0=-1.0", "rl.length.k0"),
         ("init_from=null", "task=rl starts from a checkpoint"),
-        ("lora.dropout=0.1", "lora.dropout = 0.1: responses would be written by another policy"),
+        ("lora.dropout=0.1", "lora.dropout = 0.1: the policy that writes responses would differ"),
         ("task.sample_tokens=3", "task.sample_tokens = 3: has no effect with task=rl"),
         ("parallel.expert_parallel=2", "must hold the whole model"),
         ("rl=null", "rl = null: is what task=rl needs"),
