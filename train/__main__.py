@@ -1,11 +1,11 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
-Torch is imported when all rules over the configuration alone hold.
+Torch is imported only after all rules over the configuration alone hold.
 
-Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted with
-the state saved: run the same command again to continue; 4 another process of the run was lost: the same; 130
-ended at once by Ctrl-C, without saving; 141 nobody reads its output any more. Hydra refuses what it cannot compose by
-1, as Python does.
+Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted, state
+saved: run the same command again to continue; 4 another process of the run was lost: likewise; 130 ended at once by
+Ctrl-C, without saving; 141 nobody reads its output any more. Hydra exits with 1 for what it cannot compose, as Python
+does for errors.
 """
 
 import os
@@ -86,7 +86,7 @@ def load_task(kind: str) -> Callable[[Any], None]:
 
 
 def is_closed(stream: TextIO) -> bool:
-    """Whether nobody reads what is written here any more (``... | head``)."""
+    """Whether the reader of this output is gone (``... | head``)."""
     try:
         look = select.poll()
         look.register(stream.fileno(), 0)  # errors are always told
@@ -96,7 +96,7 @@ def is_closed(stream: TextIO) -> bool:
 
 
 def end_like_other_tools() -> None:
-    """End without a word by the signal that ends them when nobody reads what they print: exit code 141 in a shell."""
+    """End silently by the signal that ends other tools when nobody reads their output: exit code 141 in a shell."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
 

@@ -1,4 +1,4 @@
-"""How a run can end early: what a user can mend, told apart from our own mistakes, which keep their traceback."""
+"""How a run can end early: errors that a user can fix, as opposed to our own mistakes, which keep their traceback."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ LOST = 4  # exit code of a process whose run has lost another
 
 
 class RankLost(RuntimeError):
-    """Another process of the run did not start, ended or no longer answers; the message names it. `told`: another
-    process says it.
+    """Another process of the run did not start, ended, or no longer answers; the message names it. `told`: another
+    process prints the message.
     """
 
     def __init__(self, text: str, told: bool):

@@ -67,9 +67,8 @@ class OptimConfig:
     schedule: Schedule  # lengths in tokens
     settings: Settings  # hyper-parameters of the methods
     clip: PositiveFloat  # global gradient norm
-    router_bias_mode: Literal[
-        "separate", "shared", "off"
-    ]  # router biases follow the load of each modality, of both together, or stay fixed
+    # Router biases follow the load of each modality (separate), of both together (shared), or stay fixed (off).
+    router_bias_mode: Literal["separate", "shared", "off"]
     router_bias_rate: NonNegativeFloat  # how far a router bias moves in a step
 
 

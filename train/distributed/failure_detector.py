@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from train.errors import LOST, RankLost
 
-BEAT = 1.0  # seconds between signs of life
-SILENCE = 20.0  # seconds without one after which a process counts as lost
-GRACE = 10.0  # seconds that a process has to end by itself once another is lost
-FAILURES = 3  # beats in a row that the store must refuse: it ends with the process or launcher that holds it
+BEAT = 1.0  # seconds between heartbeats
+SILENCE = 20.0  # seconds without a heartbeat after which a process counts as lost
+GRACE = 10.0  # seconds that a process has to end by itself after another is lost
+FAILURES = 3  # consecutive failed calls after which the store is lost, with the process or launcher that holds it
 AGAIN = "Start the same command again to continue from the last checkpoint"
 PATIENCE = 600.0  # seconds that the other processes have to start; reading Python from a slow disk takes long
 REMINDER = 60.0  # seconds between lines that name the missing processes

@@ -17,7 +17,7 @@ LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASK
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where this process stands among those that were started together."""
+    """This process's position among those started together."""
 
     rank: int = 0
     size: int = 1
@@ -25,10 +25,10 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
-    """What the launcher says, if there is one.
+    """The position that the launcher gives, or that of a single process.
 
     Raises:
-        ConfigError: it says half of it.
+        ConfigError: some of the launcher's variables are missing.
     """
     for names in LAUNCHERS:
         if all(name in environment for name in names[:2]):
@@ -44,9 +44,9 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
 
 
 def run_to_the_end(main: Callable[[], None]) -> None:
-    """Call ``main``, the whole program, and end the process. One of several ends with all that Python does at its end
-    except taking itself apart: a thread of gloo or of the store that comes back to Python during that, if only to drop
-    a tensor, aborts the process.
+    """Call ``main``, the whole program, and end the process. With several processes this runs atexit handlers but skips
+    interpreter finalisation, in which a thread of gloo or of the store that calls back into Python, if only to drop a
+    tensor, would abort the process.
     """
     if all(os.environ.get(size, "1") == "1" for _, size, _ in LAUNCHERS):
         main()
