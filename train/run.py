@@ -116,6 +116,7 @@ def announce(run: Run, state: TrainerState, report: Reporter, folder: Path | Non
     """The opening lines: what is trained, from where, and how."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
+    report.log(run.config.task.step_text(run.world.size))
     for note in run.notes:
         report.log(note)
     for line in memory_lines(run.world.gather(run.memory())):

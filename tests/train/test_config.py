@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
-from model import ModelConfig
+from data import DataConfig
+from model import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig
+from optim import Schedule, Settings
 from train import loop
 from train.__main__ import run_task
 from train.config import moved
-from train.config.compose import CONF_DIR, open_overrides
+from train.config.compose import CONF_DIR, GROUPS, open_overrides
 from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.config.resume import check_resumable, differences, flatten
-from train.config.schema import to_dict
+from train.config.schema import SMALL, Config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = {field.name for field in dataclasses.fields(TextConfig)}
 
 
 def shipped(group: str) -> list[str]:
@@ -297,3 +303,57 @@ def test_command_line_reports_without_traceback() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "task.tokns" in done.stderr and "seed = -1" in done.stderr and "Traceback" not in done.stderr
+
+
+def missing_keys(cls: type, values: object, prefix: str = "") -> list[str]:
+    """Keys of a dataclass, and of those in it, that a tree does not have."""
+    if not isinstance(values, dict):
+        return []
+    hints, found = get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}{field.name}"
+        inner = next((kind for kind in (hints[field.name], *get_args(hints[field.name])) if is_dataclass(kind)), None)
+        if field.name not in values:
+            found.append(key)
+        elif inner is not None:
+            found += missing_keys(inner, values[field.name], f"{key}.")
+    return found
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *((f"{group}={name}",) for group in sorted(GROUPS - {"study", "rollout", "task"}) for name in shipped(group)),
+        *((f"task={name}",) for name in shipped("task") if name not in SMALL),
+        *(("task=rl", f"rollout={name}") for name in shipped("rollout")),
+    ],
+    ids=" ".join,
+)
+def test_every_value_of_a_run_stands_in_a_file(compose_raw, choices: tuple[str, ...]) -> None:
+    raw = compose_raw(*choices, *tasks_of(choices[0]) if choices[0].startswith("experiment") else ())
+    assert missing_keys(Config, OmegaConf.to_container(raw)) == []
+
+
+def test_a_default_in_the_code_is_that_of_the_files(compose_raw) -> None:
+    raw = OmegaConf.to_container(compose_raw("optim=report", "model=v41_flash", "task=pretrain"), resolve=True)
+    schedule, data = Schedule(1.0, 1.0, 0, 0, 0), {**asdict(DataConfig()), "vocab_size": 129280}
+    assert raw["runtime"] == asdict(ForwardOptions()) and raw["loss"] == asdict(LossWeights())
+    assert raw["optim"]["settings"] == asdict(Settings()) and raw["data"] == data
+    assert raw["optim"]["schedule"]["vision_factor"] == schedule.vision_factor
+    drafter = OmegaConf.to_container(compose_raw("task=dspark"))["dspark"]
+    assert asdict(DraftObjective()).items() <= drafter.items()
+    released = {name: value for name, value in ModelConfig().to_dict()["text_config"].items() if name in SIZES}
+    assert released.items() <= raw["model"]["text_config"].items()
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        (1, "a step: 8 rows = 1 process x 4 micro-batches x 2 rows"),
+        (4, "a step: 8 rows = 4 processes x 1 micro-batch x 2 rows"),
+        (8, "a step: 8 rows = 8 processes x 1 micro-batch x 1 row"),
+    ],
+)
+def test_a_run_says_what_a_step_is(make_config, processes: int, expected: str) -> None:
+    task = make_config("task.micro_batch=2", "task.global_batch_rows=8").task
+    assert task.step_text(processes) == expected

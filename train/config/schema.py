@@ -25,6 +25,12 @@ from train.config.strict import STRICT
 from train.config.tasks import known_task
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 row``, ``2 rows``, ``4 processes``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 @dataclass(config=STRICT, frozen=True)
 class TaskConfig:
     """What is trained on, how much of it, and how a step is cut into forward passes.
@@ -53,6 +59,14 @@ class TaskConfig:
         count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
         shared = math.gcd(count, world_size)
         return max(1, self.micro_batch // (world_size // shared)), count // shared
+
+    def step_text(self, world_size: int) -> str:
+        """What a step is, for people: "a step: 8 rows = 4 processes x 2 micro-batches x 1 row"."""
+        rows, count = self.per_rank_batch(world_size)
+        if self.global_batch_rows is None:
+            return f"a step: the rows that its responses fill, in micro-batches of at most {counted(rows, 'row')}"
+        factors = (counted(world_size, "process"), counted(count, "micro-batch"), counted(rows, "row"))
+        return f"a step: {counted(self.global_batch_rows, 'row')} = {' x '.join(factors)}"
 
 
 @dataclass(config=STRICT, frozen=True)
