@@ -2,7 +2,7 @@
 
 Read backbone.py first (the whole forward), then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py,
 vision.py; layout.py and quantize.py when a shape or a rounding is unclear; training_losses.py and loss.py; build.py and
-init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and generate.py.
+init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and generation.py.
 
 A file imports only from lines above its own:
     kernels.switch
@@ -16,7 +16,7 @@ A file imports only from lines above its own:
     build, recall, count
     checkpoint
     sampling, dspark
-    generate
+    generation
     huggingface
 
 What is exported here is imported when it is first asked for, so that reading a configuration loads no torch.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from model.checkpoint.save import save_pretrained
     from model.config import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig, VisionConfig
     from model.dspark import Draft, Drafted, Drafter, DraftLoss, build_drafter, load_drafter
-    from model.generate import Generator, Request, Sample
+    from model.generation import Generator, Request, Sample, generate
     from model.loss import Objective, reverse_kl, token_log_probs
     from model.recall import indexer_recall
     from model.training_losses import LossDenominators, Losses
@@ -49,20 +49,21 @@ _HOME = {
     "Drafted": "model.dspark",
     "Drafter": "model.dspark",
     "ForwardOptions": "model.config",
-    "Generator": "model.generate",
+    "Generator": "model.generation",
     "LossDenominators": "model.training_losses",
     "LossWeights": "model.config",
     "Losses": "model.training_losses",
     "ModelConfig": "model.config",
     "Objective": "model.loss",
     "Output": "model.backbone",
-    "Request": "model.generate",
-    "Sample": "model.generate",
+    "Request": "model.generation",
+    "Sample": "model.generation",
     "TextConfig": "model.config",
     "VisionConfig": "model.config",
     "build_drafter": "model.dspark",
     "build_model": "model.build",
     "convert_checkpoint": "model.checkpoint.convert",
+    "generate": "model.generation",
     "indexer_recall": "model.recall",
     "load_drafter": "model.dspark",
     "load_pretrained": "model.checkpoint.load",
@@ -96,6 +97,7 @@ __all__ = [
     "build_drafter",
     "build_model",
     "convert_checkpoint",
+    "generate",
     "indexer_recall",
     "load_drafter",
     "load_pretrained",

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from model import DeepseekV41, load_pretrained
-from model.generate import Request, generate
+from model.generation import Request, generate
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from model import build_model
 from model.config import TextConfig
 from model.engram import build_token_map, check_token_map, engram_rows, engram_tables, hash_ids
-from model.generate import Request, generate
+from model.generation import Request, generate
 
 
 def rows_by_batch(tables, layer, token_map, ids, starts, masked) -> torch.Tensor:

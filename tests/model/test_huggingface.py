@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from model import ForwardOptions, load_pretrained, save_pretrained
 from model.config import ModelConfig
-from model.generate import Request, generate
+from model.generation import Request, generate
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

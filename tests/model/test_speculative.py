@@ -15,10 +15,10 @@ from model import ForwardOptions, Generator, Request
 from model.cache.pages import Cache
 from model.cache.step import LayerCache, Step
 from model.dspark import Draft
-from model.generate import generate
+from model.generation import generate
 from model.quantize import fake_quant_mxfp4
 from model.sampling import ACCEPTED, log_distribution, uniform, verify
-from tests.model.test_generate import CONFIGS, assert_as_forward, prompts
+from tests.model.test_generation import CONFIGS, assert_as_forward, prompts
 from tests.model.tiny import image_batch, no_rounding, tiny_config, tiny_drafter  # noqa: F401
 
 GREEDY = [Request(prompt, 12, temperature=0) for prompt in prompts(1, 5, 12, 61)]

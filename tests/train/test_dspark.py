@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import Request, Sample, build_drafter, load_drafter, load_pretrained
-from model.generate import generate
+from model.generation import generate
 from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.test_resume import numbers
 from train import loop

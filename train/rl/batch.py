@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.packing import pack_rows
-from model.generate import Sample
+from model.generation import Sample
 from train.config.rl import LengthTerm
 from train.rl.collect import Response, Subgroup
 from train.rl.effort import centre, length_reward

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from data.chat.prompt import prompt_ids
 from data.tokenizer import special_ids
-from model.generate import Request, Sample
+from model.generation import Request, Sample
 from train.errors import InputError
 from train.rl.prompts import Prompts, messages_of
 from train.rl.rewards.pool import Outcome, Rewards

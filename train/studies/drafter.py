@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from model import DeepseekV41, Drafter, Generator, Request, Sample, load_drafter
-from model.generate import generate
+from model.generation import generate
 from train.anchors import HELD_OUT, with_anchors
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState, write_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from model import DeepseekV41
-from model.generate import Request, generate
+from model.generation import Request, generate
 
 
 def sample(

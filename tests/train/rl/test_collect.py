@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data import DataError, load_tokenizer
-from model.generate import Request, Sample
+from model.generation import Request, Sample
 from train.errors import InputError
 from train.rl.collect import Collector, SamplingPlan
 from train.rl.prompts import Prompts, messages_of

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from model import DeepseekV41, load_pretrained, save_pretrained
-from model.generate import Request, Sample, generate
+from model.generation import Request, Sample, generate
 from tests.distributed.ranks import Group
 from tests.model.tiny import no_rounding, tiny_config, tiny_model  # noqa: F401
 from tests.train.rl.toyserver import Fault, ToyServer

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from model import load_pretrained
-from model.generate import Generator, Request, Sample
+from model.generation import Generator, Request, Sample
 
 
 @dataclass

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from model import DeepseekV41
-from model.generate import Generator, Request, Sample
+from model.generation import Generator, Request, Sample
 
 
 class Rollout(Protocol):
-    """What the trainer needs from a source of responses. Requests and samples: see ``model/generate.py``."""
+    """What the trainer needs from a source of responses. Requests and samples: see ``model/generation.py``."""
 
     @property
     def in_flight(self) -> int:

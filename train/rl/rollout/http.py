@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from model import DeepseekV41
-from model.generate import Request, Sample, uniform
+from model.generation import Request, Sample, uniform
 from train.distributed.world import World
 from train.rl.rollout.base import pack_sample, unpack_sample
 from train.rl.rollout.servers import Failure, Server, ServerError, Servers

@@ -10,7 +10,7 @@ from golden_files import traced
 from tiny import image_batch, no_rounding, tiny_model, tokens  # noqa: F401
 
 from model import DeepseekV41, ForwardOptions, Generator, Request, Sample
-from model.generate import draw, generate, uniform
+from model.generation import draw, generate, uniform
 
 CONFIGS = {
     "plain": {},
