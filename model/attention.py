@@ -31,11 +31,11 @@ from model.sparse import dense_attention, dense_attention_mass, gathered_attenti
 
 @dataclass(frozen=True)
 class CrossLayerState:
-    """Cross-layer state of CSA2, replaced whole by the layers that own a part of it.
+    """Cross-layer state of CSA2; a layer that owns a part of it returns a new state.
 
-    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1 = none),
-    candidates int32 [T, M] blocks of the hierarchical indexer (None = no restriction). When decoding, the selected
-    entries selected_kv [T, K, D] take the place of compressed_kv, most of which nobody needs.
+    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1: none),
+    candidates int32 [T, M] blocks of the hierarchical indexer (None: no restriction). When decoding, the selected
+    entries selected_kv [T, K, D] replace compressed_kv, most of which is not needed.
     """
 
     compressed_kv: Tensor | None = None
@@ -46,8 +46,8 @@ class CrossLayerState:
 
 
 class AttentionOutput(NamedTuple):
-    """Result of one attention layer: output [T, d], state for later layers, what its indexer learns from (index
-    sources only), its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only), and under
+    """Result of one attention layer: output [T, d]; state for later layers; the inputs of its indexer's loss (index
+    sources only); its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only); and under
     `runtime.probe` the mass that attention over all visible entries would have, fp32 [T, N].
     """
 
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache | None = None,
     ) -> AttentionOutput:
-        """x [T, d] (normalised sublayer input). `cache`: what earlier passes kept for this layer; the layout's tokens
-        follow it and are added to it.
+        """x [T, d] (normalised sublayer input). `cache`: this layer's KV from earlier passes; the layout's tokens come
+        after it and are added to it.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         return fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
 
     def project(self, out: Tensor, phasors: Tensor) -> Tensor:
-        """What the heads gathered, [T, H, D] -> turned back, each group's block of wo_a, wo_b -> [T, d]."""
+        """The attention output of all heads, [T, H, D] -> inverse RoPE, wo_a (block by block), wo_b -> [T, d]."""
         out = rotate(out, phasors, inverse=True)
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(1, (self.groups, -1))).flatten(1))
 
@@ -180,7 +180,7 @@ class Attention(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache | None,
     ) -> CrossLayerState:
-        """The Full layer's own part: compressed entries and index keys of x [T, d]."""
+        """What only a Full layer computes: compressed entries and index keys of x [T, d]."""
         entries = layout.entries[self.ratio]
         projected = self.compressor.project(x)
         if cache is not None:
@@ -228,7 +228,7 @@ class Attention(nn.Module):
     def _attend_cached(
         self, q: Tensor, window_kv: Tensor, shared: CrossLayerState, runtime: ForwardOptions, cache: LayerCache
     ) -> Tensor:
-        """Attention whose window reaches back into the cache."""
+        """Attention whose window extends into the cache."""
         topk_indices = shared.topk_indices if self.ratio else None
         if cache.decoding:
             keys, hidden = cache.window_of_each(window_kv)

@@ -32,21 +32,23 @@ from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
 class BlockState(NamedTuple):
-    """What blocks hand on: streams [T, n, d], the mix fp32 [T, n] for the next collapse, cross-layer state."""
+    """What a block passes to the next: streams [T, n, d], the mix fp32 [T, n] for the next collapse,
+    cross-layer state.
+    """
 
     streams: Tensor
     pre_mix: Tensor
     shared: CrossLayerState
 
     def at(self, tokens: Tensor) -> BlockState:
-        """Of some of the tokens (int64), in front of a Full layer, which renews the cross-layer state."""
+        """The state of some tokens (int64), before a Full layer, which renews the cross-layer state."""
         return BlockState(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), CrossLayerState())
 
 
 class BlockOutput(NamedTuple):
-    """The state behind a block (None in a `BackboneOutput`), its cross-layer part, and what the block reports: indexer
+    """The state after a block (None in a `BackboneOutput`), its cross-layer part, and what the block reports: indexer
     loss inputs and attention masses (see `AttentionOutput`), the routing, and entering [T, d]: the mean of the streams
-    that enter the attention, behind the block's Engram, for a drafter (None unless asked for).
+    that enter the attention, after the block's Engram, for a drafter (None unless requested).
     """
 
     state: BlockState | None
@@ -81,9 +83,9 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         for_drafter: bool = False,
     ) -> BlockOutput:
-        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the
-        Engram table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
-        `for_drafter`: give `BlockOutput.entering`.
+        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the Engram
+        table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
+        `for_drafter`: return `BlockOutput.entering`.
         """
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
@@ -113,7 +115,7 @@ class Block(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache,
     ) -> None:
-        """Only what a Full layer adds to the cache's main KV and index keys."""
+        """Only what a Full layer adds to the main KV and index keys in the cache."""
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
             self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
@@ -123,9 +125,9 @@ class Block(nn.Module):
 
 
 class BackboneOutput(NamedTuple):
-    """A whole pass over the blocks: hidden [T, d] after the final norm; what every block reports, but for the attention
-    masses, which are summed by index source over the layers that use its selection; the streams entering each block if
-    they are asked for (without gradients nothing else keeps them).
+    """A pass over all blocks: hidden [T, d] after the final norm; what every block reports, except that attention
+    masses are summed by index source over the layers that use its selection; the streams entering each block if
+    requested (without gradients nothing else keeps them).
     """
 
     hidden: Tensor
@@ -137,8 +139,8 @@ class BackboneOutput(NamedTuple):
 
 @dataclass
 class Output:
-    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) when labels were given; hidden_states: the
-    streams [B, S, n, d] entering each block, when asked for.
+    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) if labels were given; hidden_states: the streams
+    [B, S, n, d] entering each block, if requested.
     """
 
     logits: Tensor
@@ -148,7 +150,7 @@ class Output:
 
 class Features(NamedTuple):
     """What a drafter learns from: the layout, hidden [T, d] after the final norm, and entering [T, layers * d], the
-    means of the streams that enter the attention of some layers, side by side.
+    means of the streams that enter the attention of some layers, concatenated.
     """
 
     layout: SequenceLayout
@@ -234,7 +236,7 @@ class DeepseekV41(nn.Module):
         vision_token_types: Tensor | None = None,
         layout: SequenceLayout | None = None,
     ) -> Features:
-        """One pass for a drafter that reads `layers`; without gradients. Inputs as in `losses`; labels only say where
+        """One pass without gradients, for a drafter that reads `layers`. Inputs as in `losses`; labels only say where
         prompts end, for `runtime.decoder_replay`.
         """
         layout = layout or self.lay_out(input_ids, labels, attention_mask, seq_lens, vision_token_types)
@@ -245,7 +247,7 @@ class DeepseekV41(nn.Module):
     def loss_denominators(
         self, input_ids: Tensor, labels: Tensor, layout: SequenceLayout | None = None, **batch: Tensor
     ) -> LossDenominators:
-        """What this batch adds to the step's denominators; costs no forward. Inputs as in `losses`."""
+        """What this batch adds to the step's denominators; needs no forward pass. Inputs as in `losses`."""
         layout = layout or self.lay_out(input_ids, labels, **batch)
         targets = next_token_targets(layout.flatten(labels), layout.document)
         return count_denominators(self.config.text, layout, targets >= 0)
@@ -268,10 +270,10 @@ class DeepseekV41(nn.Module):
     ) -> Losses:
         """The training losses of one micro-batch, normalised by the denominators of its step. Same inputs as `forward`.
 
-        `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` where an
-        answer's first tokens are not supervised (without it, a prompt ends at the first supervised token). `objective`
-        takes the place of the cross-entropy; `lm_sum` is then its sum. `layout`: what `lay_out` made of the batch, if
-        that was done before.
+        `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` when an
+        answer's first tokens are not supervised (otherwise a prompt ends at the first supervised token). `objective`
+        replaces the cross-entropy; `lm_sum` is then its sum. `layout`: the result of `lay_out` for this batch, if it
+        was already called.
         """
         layout = layout or self.lay_out(
             input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing
@@ -316,8 +318,8 @@ class DeepseekV41(nn.Module):
         routing: Tensor | None = None,
         **_: Tensor,
     ) -> SequenceLayout:
-        """Check a batch and lay it out; where the runtime asks for it, with the decoder's windows bounded as in
-        generation. Best done once and while the batch is on the CPU: all that reads its values is here.
+        """Check a batch and compute its layout, with the decoder's windows bounded as in generation if the runtime asks
+        for it. Best done once and while the batch is on the CPU: only this function reads its values.
         """
         text = self.config.text
         layout = build_layout(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
@@ -375,8 +377,8 @@ class DeepseekV41(nn.Module):
     def look_up(
         self, layers: Container[int], tokens: Tensor, layout: SequenceLayout, step: Step | None = None
     ) -> dict[int, Lookup]:
-        """Engram's lookups of some layers. They depend on tokens alone: where tables are sharded, the rows of the whole
-        batch are on their way before the first block.
+        """Engram lookups of some layers. They depend on tokens only: with sharded tables, the rows of the whole batch
+        are requested before the first block.
         """
         text, known, found = self.config.text, self.token_map, {}
         for layer in filter(layers.__contains__, text.engram_layer_ids):
@@ -385,11 +387,12 @@ class DeepseekV41(nn.Module):
         return found
 
     def init_streams(self, x: Tensor) -> BlockState:
-        """What the first block is given: embeddings [T, d] in every stream."""
+        """The input of the first block: embeddings [T, d] in every stream."""
         n = self.config.text.hc_mult
         streams = x.unsqueeze(1).repeat(1, n, 1)
         if self.parallel.experts.size > 1 and torch.is_grad_enabled() and not streams.requires_grad:
-            streams.requires_grad_()  # what is trained may hang on the batch, the exchanges of the backward must not
+            # Which parameters get gradients may depend on the batch; the exchanges of the backward must not.
+            streams.requires_grad_()
         pre_mix = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
         pre_mix[:, 0] = 1.0
         return BlockState(streams, pre_mix, CrossLayerState())
@@ -404,8 +407,8 @@ class DeepseekV41(nn.Module):
         step: Step | None = None,
         for_drafter: bool = False,
     ) -> BlockOutput:
-        """One block on the layout's tokens. It takes its own out of `lookups`; `replay` int64 [T, k]: experts to use;
-        with `step` the tokens follow what a cache holds.
+        """Run one block on the layout's tokens. It removes its own entry from `lookups`; `replay` int64 [T, k]: experts
+        to use; with `step` the tokens come after those in a cache.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
@@ -420,7 +423,7 @@ class DeepseekV41(nn.Module):
         self.layers[layer].prefill_kv(state, lookup, step.layout, self.runtime, step.layer(layer))
 
     def final_hidden(self, state: BlockState) -> Tensor:
-        """Hidden states [T, d] behind the last block, for the head."""
+        """Hidden states [T, d] after the last block, for the head."""
         with using(self.runtime.kernels):
             return self.norm(collapse(state.streams, state.pre_mix))
 
@@ -461,8 +464,8 @@ class DeepseekV41(nn.Module):
 
 
 def _check_ids(tokens: Tensor, input_ids: Tensor, vocabulary: int) -> None:
-    """Raise ValueError naming the first of `tokens`, the real ones of input_ids [B, S], outside of the vocabulary: a
-    kernel would read what is not the table's.
+    """Raise ValueError naming the first of `tokens` (the real ones of input_ids [B, S]) that is outside the vocabulary;
+    a kernel would read past the end of the table.
     """
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if wrong.numel():

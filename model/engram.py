@@ -1,7 +1,7 @@
 """Engram: hashed n-gram memory, added to all residual streams before a block's attention.
 
-Token ids are compressed (spellings that normalise alike share an id), the n-grams that end at a token are hashed into
-prime-sized tables, and the rows found there make n keys and one value that a gate writes into the streams.
+Token ids are compressed (tokens whose text normalises alike share an id), the n-grams that end at a token are hashed
+into prime-sized tables, and the rows found there give n keys and one value, which a gate adds to the streams.
 Shapes: T tokens, n streams, d hidden, G = (max_ngram - 1) * heads rows per token and layer.
 """
 
@@ -57,7 +57,7 @@ def engram_tables(config: TextConfig) -> EngramTables:
 
 @lru_cache(maxsize=8)
 def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, compressed_vocab: int) -> EngramTables:
-    from sympy import nextprime  # takes most of a second to import, which runs without Engram need not wait for
+    from sympy import nextprime  # slow to import (most of a second), and only needed with Engram
 
     bound = max(1, (2**63 - 1) // compressed_vocab // 2)
     used: set[int] = set()
@@ -83,9 +83,9 @@ def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, com
 def build_token_map(tokenizer: Tokenizer) -> Tensor:
     """int64 [len(tokenizer)]: compressed id of every token id, in order of first appearance.
 
-    Two tokens share an id when their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs
-    of space, tab, CR and LF into one space, and stripping (a lone space stays). A token that does not decode on its
-    own counts by its raw spelling, one of which nothing is left by its decoded text.
+    Two tokens share an id if their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs of
+    space, tab, CR and LF into one space, and stripping (a lone space stays). Tokens that do not decode alone use their
+    raw spelling; tokens that normalise to nothing use their decoded text.
     """
     ids: dict[str, int] = {}
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -128,9 +128,9 @@ def hash_ids(
 ) -> Tensor:
     """Table rows of one Engram layer (`layer` counts Engram layers): int64 [T, G].
 
-    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the
-    document or meets a masked position reads the pad token's compressed id, and so do all farther ones. int64
-    arithmetic wraps.
+    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the document
+    or meets a masked position uses the pad token's compressed id, and so do all look-backs beyond it. int64 arithmetic
+    wraps.
     """
     index = torch.arange(tokens.shape[0], device=tokens.device)
     compressed = token_map[tokens]
@@ -208,9 +208,9 @@ def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Te
 
 
 def whole_token_map(config: TextConfig, token_map: Tensor) -> Tensor:
-    """int64 [vocab_size]: the map with the padding token's compressed id for ids that the tokenizer does not have.
+    """int64 [vocab_size]: the map, with the pad token's compressed id for ids that the tokenizer does not have.
 
-    A vocabulary is padded to a round size; these ids have no text, but a model of random weights can draw them.
+    A vocabulary is padded to a round size; the extra ids have no text, but a model with random weights can draw them.
     """
     missing = config.vocab_size - len(token_map)
     return token_map if missing <= 0 else torch.cat([token_map, token_map[config.engram_pad_token_id].expand(missing)])

@@ -47,7 +47,7 @@ class HyperConnection(nn.Module):
         n = self.n
         with torch.autocast(streams.device.type, enabled=False):
             flat = streams.flatten(1).float()
-            # token axis last: the many small steps below then run on long contiguous rows
+            # token axis last, so that the many small steps below run on long contiguous rows
             mixes = _NormalisedProduct.apply(flat, self.fn, self.eps)  # [(2+n)n, T]
             scale = torch.cat([part.expand(size) for part, size in zip(self.scale, (n, n, n * n), strict=True)])
             logits = mixes * scale[:, None] + self.base[:, None]
@@ -86,9 +86,9 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Keeps the softmax and every step's denominators, and repeats the divisions in the backward: 2*iters small
-    matrices for each token would be most of a block's memory. Steps are in place, since launching small operations is
-    what costs here.
+    """Stores the softmax and every step's denominators, and repeats the divisions in the backward: storing 2*iters
+    small matrices per token would take most of a block's memory. Steps are in place, since launching small operations
+    is the main cost here.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 class _Expand(torch.autograd.Function):
-    """n*(n+1) fused multiply-adds on [T, d]: a batched product of T tiny matrices is several times slower on a CPU."""
+    """n*(n+1) fused multiply-adds on [T, d]; on a CPU, a batched product of T tiny matrices is several times slower."""
 
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -179,7 +179,9 @@ class _Expand(torch.autograd.Function):
 
 
 def _cache_sized(streams: Tensor):
-    """Row ranges whose streams stay in a CPU core's cache over several passes; everything at once elsewhere."""
+    """Ranges of rows whose streams fit in a CPU core's cache over several passes; on other devices, all rows at
+    once.
+    """
     tokens = streams.shape[0]
     step = max(1, 2**18 // streams[0].numel()) if streams.device.type == "cpu" else max(1, tokens)
     return (slice(start, start + step) for start in range(0, tokens, step))

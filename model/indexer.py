@@ -3,8 +3,8 @@ attention.
 
 Shapes: T tokens, Hi index heads, Di index head dim, N entry slots, K = `index_topk`, M candidate blocks, b block size.
     score[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j])
-Selection is hard and carries no gradient; `indexer_loss` teaches the scores the attention mass that the main
-attention really puts on the selected entries.
+The selection is discrete and has no gradient; `indexer_loss` trains the scores towards the mass that the main attention
+puts on the selected entries.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
 from model.sparse import Scratch, chunk_elements
 
-# Added per slot: entries whose every relu is cut all score exactly 0, and the newest of them must win, whatever the
-# shape of the batch. Far below the rounding of any other score.
+# Added per slot as a tie-break: entries whose every ReLU is zero all score exactly 0, and the newest of them must win,
+# whatever the shape of the batch. Far below the rounding of any other score.
 TIE_BREAK = 2.0**-100
 
 
 class IndexQuery(NamedTuple):
-    """What an index source asks with: q [T, Hi, Di] (rotated, quantised), weights fp32 [T, Hi]."""
+    """The query of an index source: q [T, Hi, Di] (rotated, quantised), weights fp32 [T, Hi]."""
 
     q: Tensor
     weights: Tensor
@@ -48,7 +48,9 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
     def query(self, x: Tensor, q_lat: Tensor, layout: SequenceLayout) -> IndexQuery:
-        """x [T, d], q_lat [T, q_lora]; both are detached here, the language-model loss does not reach the indexer."""
+        """x [T, d], q_lat [T, q_lora]; both are detached here, so the language-model loss does not reach the
+        indexer.
+        """
         q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))
         q = fake_quant_mxfp4(rotate(q, layout.phasors_yarn))
         weights = self.weights_proj(x.detach()).float() * (self.dim**-0.5 * self.heads**-0.5)
@@ -66,10 +68,10 @@ def select(
 ) -> tuple[Tensor, Tensor | None]:
     """Score every visible entry; keep the best.
 
-    Returns topk_indices int32 [T, topk] (slots, -1 = none left, otherwise in descending score) and, when `pool` is a
-    number, candidates int32 [T, min(pool, blocks)]: the block that holds the newest visible entry and the best others
-    by their best entry. Candidates bind later index sources; the source itself chooses freely.
-    Cost: O(T * visible entries) multiply-adds in chunks of queries; no [T, N] matrix.
+    Returns topk_indices int32 [T, topk] (slots in descending score, -1: none left) and, if `pool` is a number,
+    candidates int32 [T, min(pool, blocks)]: the block with the newest visible entry, and the blocks with the best
+    entries. Candidates restrict later index sources, not this one. Cost: O(T * visible entries) multiply-adds in chunks
+    of queries; no [T, N] matrix.
     """
     tokens = query.q.shape[0]
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
@@ -94,8 +96,8 @@ def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, bloc
 
 
 def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
-    """The same without scores in memory: those of the entries in the best blocks are computed again. A block must be a
-    power of two.
+    """The same without keeping scores in memory: those of the entries in the best blocks are computed again. The block
+    size must be a power of two.
     """
     from model.kernels.indexer import block_peaks
 
@@ -141,7 +143,7 @@ def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: 
 
 
 def _scores_of_own(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
-    """The same where every query has its own `entries.own` slots: their first is a column [C, 1]."""
+    """The same if every query has its own `entries.own` slots: their first is a column [C, 1]."""
     scratch = Scratch()
     keys = keys.view(-1, entries.own, keys.shape[1])
     step = max(1, chunk_elements(keys.device) // (query.q.shape[1] * entries.own))
@@ -189,9 +191,9 @@ def select_from_candidates(
 
 
 def _query_chunks(entries: Entries, cost: float, block: int):
-    """(start, stop, low, high): query ranges and the whole-block range of slots that they can see, bounded in size also
-    where a chunk spans many short documents; queries that see none are left out. cost: numbers kept for each
-    slot that a query scores.
+    """(start, stop, low, high): query ranges and the range of slots, in whole blocks, that they can see. Chunks are
+    also bounded if they span many short documents; queries that see nothing are skipped. cost: numbers kept per slot
+    that a query scores.
     """
     first, last = entries.host_from.tolist(), entries.host_to.tolist()
     budget = chunk_elements(entries.visible_to.device)
@@ -220,7 +222,9 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tenso
 
 
 def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: int) -> None:
-    """Set the scores of a chunk's invisible entries to -inf. Inside one document only the newest can be hidden."""
+    """Set the scores of invisible entries in a chunk to -inf. Inside one document only the newest entries can be
+    invisible.
+    """
     first = low
     if entries.host_from[start] == entries.host_from[stop - 1]:
         first = int(entries.host_to[start])
@@ -245,9 +249,9 @@ def _best_blocks(
 
 def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: int) -> Tensor:
     """Slots of the best entries, int32 [C, min(topk, n)], -1 where fewer are visible; low (a number or [C, 1]) is the
-    slot of the first.
+    first slot.
 
-    The best k entries lie in the k blocks with the highest peaks, so that only those blocks' entries are sorted.
+    The best k entries are in the k blocks with the highest peaks, so only the entries of those blocks are sorted.
     """
     place = None
     if peaks.shape[1] > 2 * topk:
@@ -260,7 +264,7 @@ def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: in
 
 
 class IndexerLossInputs(NamedTuple):
-    """All that one index source's loss needs: its query and keys (with their graph), and what was selected."""
+    """What one index source's loss needs: its query and keys (with their graph), and the selection."""
 
     query: IndexQuery
     keys: Tensor
@@ -284,7 +288,7 @@ def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervise
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """Loss and gradients in one pass over chunks of queries, so that no gathered keys outlive their chunk."""
+    """Loss and gradients in one pass over chunks of queries, so that gathered keys exist for one chunk at a time."""
 
     @staticmethod
     @without_autocast

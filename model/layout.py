@@ -1,8 +1,8 @@
 """The sequence layout: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
 
-Every layer works on [T, ...] tensors. Rows, padding and document borders exist only here: each row of a batch is one
-document, or several when `seq_lens` says so; padding is dropped on entry and put back on exit. So a packed batch
-equals its documents run alone, and nothing needs alignment between documents.
+Every layer works on [T, ...] tensors. Rows, padding and document boundaries exist only here: each row of a batch is one
+document, or several if `seq_lens` says so; padding is removed on entry and restored on exit. So a packed batch equals
+its documents run separately, and documents need no alignment.
 
 Shapes: T tokens of the layout, N entry slots of one compression ratio.
 """
@@ -35,7 +35,9 @@ class Entries:
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
-    host_from: np.ndarray  # the same two on the CPU, to bound the scoring chunks without waiting for the device
+    host_from: (
+        np.ndarray
+    )  # visible_from, visible_to on the CPU: they bound the scoring chunks without waiting for the device
     host_to: np.ndarray
     own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
 
@@ -101,11 +103,11 @@ def build_layout(
     vision_token_types: Tensor | None = None,
     replay_start: Tensor | None = None,
 ) -> SequenceLayout:
-    """Lay a batch out. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, one run per row)
-    and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one a row without
-    `seq_lens`): where bounded replay is simulated to begin, see `bound_windows`. The layout is made on the CPU and
-    moved to the device of `input_ids`: a batch that is still on the CPU makes no GPU wait. Raises ValueError when they
-    are malformed.
+    """The layout of a batch. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, contiguous in
+    each row) and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one per row
+    without `seq_lens`): where simulated bounded replay begins, see `bound_windows`. The layout is made on the CPU and
+    moved to the device of `input_ids`; a batch that is still on the CPU makes no GPU wait. Raises ValueError if the
+    arguments are malformed.
     """
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be [rows, positions] and not empty, got {list(input_ids.shape)}")

@@ -33,13 +33,13 @@ class Routing(NamedTuple):
     load: Tensor
 
     def none(self) -> Routing:
-        """The same of no token."""
+        """The routing of no tokens."""
         return Routing(self.indices[:0], self.weights[:0], self.scores[:0], torch.zeros_like(self.load))
 
 
 class Gate(nn.Module):
-    """Chooses experts by score + bias, weighs them by score alone. The biases are buffers moved by the balance rule
-    only.
+    """Chooses experts by score + bias and weights them by score alone. The biases are buffers that only the balance
+    rule changes.
     """
 
     def __init__(self, config: TextConfig):
@@ -51,8 +51,8 @@ class Gate(nn.Module):
         self.register_buffer("bias_vl", torch.zeros(experts, dtype=torch.float32))
 
     def forward(self, x: Tensor, image: Tensor | None, replay: Tensor | None = None) -> Routing:
-        """x [T, d], image bool [T] (None: text only), replay int64 [T, k]: these experts instead of the best, where
-        they are not -1. They are weighed by the scores of now, so that the router's weights keep their gradients.
+        """x [T, d], image bool [T] (None: text only), replay int64 [T, k]: experts to use instead of the best, where
+        not -1. They are weighted by the current scores, so that the router's weights still get gradients.
         """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
@@ -79,7 +79,9 @@ class Experts(Watched):
         self.adapter: Callable[[str, Tensor, Tensor], Tensor] | None = None  # see `linear`
 
     def linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [R, in] in expert order, through the weight `name`; an `adapter`, called alike, adds to it."""
+        """rows [R, in] in expert order, multiplied by the weight `name`; an `adapter`, called with the same arguments,
+        adds to it.
+        """
         out = grouped_linear(rows, getattr(self, name), ends)
         return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
@@ -108,8 +110,9 @@ class Experts(Watched):
         return self.linear("w2", hidden, ends)
 
     def _weighted_elsewhere(self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
-        """`_weighted` for rows in the order of all experts, each on the rank that holds its expert: counts first, then
-        the rows with their weights and expert ids, and the results back. Nothing is dropped, whatever the counts.
+        """`_weighted` for rows in the order of all experts, each computed on the rank that holds its expert: token
+        counts are exchanged first, then the rows with their weights and expert ids, then the results. Nothing is
+        dropped, whatever the counts.
         """
         ranks, local = self.shard.ranks, len(self.shard)
         counts, send, receive = exchange_counts(counts.view(ranks.size, local), ranks)
@@ -160,8 +163,8 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config)
 
     def forward(self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x [T, d] -> ([T, d], routing). replay: see `Gate`. The routing is returned, never stored: a recomputed block
-        counts nothing twice.
+        """x [T, d] -> ([T, d], routing). replay: see `Gate`. The routing is returned, not stored, so that a recomputed
+        block counts nothing twice.
         """
         routing = self.gate(x, layout.image, replay)
         y = self.experts(x, routing) + self.shared_experts(x).float()
@@ -169,8 +172,8 @@ class MoE(nn.Module):
 
 
 def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: int) -> None:
-    """Raise ValueError unless `routing` [B, S, layers, k] names for every token and layer either k different experts
-    or none (-1: not recorded).
+    """Raise ValueError unless `routing` [B, S, layers, k] names, for every token and layer, k different experts or none
+    (-1: not recorded).
     """
     k, experts = config.num_experts_per_tok, config.n_routed_experts
     shape = (rows, row_length, config.num_hidden_layers, k)
@@ -213,7 +216,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         rows, weight = rows.to(dtype), weight.to(dtype)
     if isinstance(weight, PackedWeight):
         return packed_grouped_linear(rows, weight, ends)
-    if not len(rows):  # the grouped product has no backward then; this one gives zeros
+    if not len(rows):  # without rows the grouped product has no backward; this one gives zeros
         return F.linear(rows, weight[0])
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
