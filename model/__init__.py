@@ -7,7 +7,7 @@ init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and
 A file imports only from lines above its own:
     kernels.switch
     config
-    precision, kernels, norm, rope, quantize, init, parallel
+    no_wait, precision, kernels, norm, rope, quantize, packed, init, parallel
     layout, hyper, loss, sparse
     indexer, moe, engram, vision
     cache

@@ -1,8 +1,15 @@
 """The report's optimisation, independent of any model: rules in, one optimizer out.
 
-Read in this order: settings and schedule (what a run can set; no torch), groups (who gets what), optimizer (the step),
-muon, sinkhorn, adamw; then clip, balance, ownership. Each imports only from those of them that it is made of,
-and none of `train`, `model`, `data`.
+Read groups.py and optimizer.py first. Nothing here imports `train`, `model` or `data`; each file imports only those
+before it:
+
+    check                      refusals of settings
+    schedule, settings         what a run can set; no torch
+    groups                     which parameter is updated how
+    ownership                  which process updates it
+    adamw, muon, sinkhorn      the methods
+    optimizer                  the step
+    clip, balance              the gradient norm; the router biases
 
 What is exported here is imported when it is first asked for, so that reading settings loads no torch.
 """

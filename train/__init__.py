@@ -1,4 +1,24 @@
-"""The trainer: configuration, the training loop, metrics and checkpoints. Run it with ``python -m train``."""
+"""The trainer. Run it with ``python -m train``. Imports ``model``, ``optim`` and ``data``, which know nothing of it.
+
+Read loop.py first (``train_step`` is a whole optimizer step), then build.py and run.py, then the task of interest in
+``tasks``. What every run passes through is here at the top; the rest is in packages. From the bottom to the top, each
+imports only what is listed before it:
+
+    errors                      what ends a run with a message, and with which exit code
+    checkpoint, lora.targets    the run state on disk, other checkpoints to begin from; names of what LoRA can be given
+    config                      the typed configuration
+    distributed                 the processes of a run; sums over them; DeepSpeed
+    lora, param_groups          adapters; which parameter is trained how
+    build                       configuration to objects: ``Run``
+    logging, signals            where numbers go; what asks a run to stop
+    evaluation                  held-out loss, exact match, recall of the indexers
+    loop                        one step, and the loop over steps
+    run                         what a run of every task begins and ends with
+    dspark, rl                  what these tasks add: drafters; reinforcement learning and distillation
+    tasks                       one file for each kind of task
+    studies                     comparisons of many runs, a program of their own
+    __main__                    the command line
+"""
 
 import sys
 from importlib.util import find_spec

@@ -68,7 +68,7 @@ def run_task(raw: DictConfig) -> None:
     except Interrupted as error:
         fail(75, error)
     except RankLost as error:
-        fail(LOST, error, told=error.told)
+        fail(LOST, error, told=error.reported)
     except BrokenPipeError as error:
         if is_closed(sys.stdout):
             end_like_other_tools()

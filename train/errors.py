@@ -53,10 +53,11 @@ LOST = 4  # exit code of a process whose run has lost another
 
 
 class RankLost(RuntimeError):
-    """Another process of the run did not start, ended, or no longer answers; the message names it. `told`: another
-    process prints the message.
+    """Another process of the run did not start, ended or no longer answers; the message names it.
+
+    reported: another process prints it.
     """
 
-    def __init__(self, text: str, told: bool):
+    def __init__(self, text: str, reported: bool):
         super().__init__(text)
-        self.told = told
+        self.reported = reported

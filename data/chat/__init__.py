@@ -27,7 +27,14 @@ Our choices where the report is silent; the first four follow the released encod
 - tools are listed at the end of the system text, one function schema in JSON per line; the words around them are ours;
 - a conversation has tools if the record or a system message lists some, or if an answer calls one.
 
-Read in this order: `conversation` (a checked record, efforts), `render` (conversation -> documents), `read` (record ->
-conversation), `formats` (records of other frameworks), `source` (files of records, data sets) and `prompt` (messages ->
-token ids to answer). `chat_template.jinja` writes the same format for other programs.
+Read in this order; each file imports only those before it:
+
+    conversation    a checked record, efforts
+    render          conversation to documents
+    read            record to conversation
+    formats         records of other frameworks
+    source          files of records, data sets
+    prompt          messages to token ids to answer
+
+`chat_template.jinja` writes the same format for other programs.
 """

@@ -9,6 +9,9 @@ Kept of every sequence (released sizes: 890 bytes a token of what grows, V4.1 re
 A drafter's stages have window rings too, numbered on behind the layers. What is read back equals, bit for bit, what the
 training forward's fake quantisers give.
 
-Read store.py (rows of one kind of state), pages.py (`Cache`: sequences, pages, shared prefixes), step.py (one pass over
-new tokens). Imports model's config, quantize, rope, layout and engram, no layer of the model.
+Imports model's config, quantize, rope, layout and engram, no layer of the model. Each file imports only those before:
+
+    store    rows of one kind of state
+    pages    `Cache`: sequences, pages, shared prefixes
+    step     one pass over new tokens
 """

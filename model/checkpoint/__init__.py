@@ -4,6 +4,10 @@ Released -> ours -> released gives back the bytes of every quantised weight that
 not determine the scales they were stored with (see `quantize.pack`), so these are kept: in `model.released_scales`,
 and in plain folders beside the weights (`names.SCALES`).
 
-Read names.py (which tensors a model has), released.py (quantised safetensors files), load.py, save.py, then convert.py
-and merge.py. Imports any file of model but the packed cache and generation.
+Imports any file of model but the packed cache and generation. Each file imports only those before it:
+
+    released    quantised safetensors files
+    names       which tensors a model has
+    load, save
+    convert, merge
 """

@@ -16,13 +16,13 @@ from model.generation import generate
 from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.test_resume import numbers
 from train import loop
-from train.anchors import HELD_OUT, candidates, with_anchors
 from train.build import build
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import TrainerState
 from train.config.parse import parse
 from train.config.problems import ConfigError
-from train.evaluation.drafter import evaluate, measures
+from train.dspark.anchors import HELD_OUT, candidates, with_anchors
+from train.dspark.evaluate import evaluate, measures
 from train.studies import drafter as study
 from train.tasks import dspark, pretrain
 

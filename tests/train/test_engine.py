@@ -25,7 +25,7 @@ from tests.python_server import ROOT
 from train import __main__ as program
 from train.config.problems import ConfigError
 from train.distributed import failure_detector
-from train.distributed.failure_detector import Watch
+from train.distributed.failure_detector import FailureDetector
 from train.distributed.launch import launch
 from train.distributed.launchers import ProcessInfo, find_process
 from train.distributed.world import World, pick_device
@@ -117,57 +117,58 @@ def test_numbers_of_a_lone_process_are_left_alone() -> None:
 
 @pytest.fixture
 def arrive(monkeypatch: pytest.MonkeyPatch):
-    """``arrive(size, ranks)``: what ``meet`` gives to, or raises in, those ranks of so many, two of them on a host."""
+    """``arrive(size, ranks)``: ``rendezvous``'s result or error in each of those ranks, two ranks to a host."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(failure_detector, "REMINDER", 1.0)
+    monkeypatch.setattr(failure_detector, "REMINDER_INTERVAL", 1.0)
 
-    def come(rank: int, size: int) -> object:
+    def come(rank: int, size: int, timeout: float) -> object:
         try:
-            return failure_detector.meet(rank, size, rank % 2)
+            return failure_detector.rendezvous(rank, size, rank % 2, timeout)
         except failure_detector.RankLost as lost:
             return lost
 
-    def arrive(size: int, ranks: list[int], patience: float) -> list:
-        monkeypatch.setattr(failure_detector, "PATIENCE", patience)
+    def arrive(size: int, ranks: list[int], timeout: float) -> list:
         with ThreadPoolExecutor(len(ranks)) as pool:
-            return list(pool.map(lambda rank: come(rank, size), ranks))
+            return list(pool.map(lambda rank: come(rank, size, timeout), ranks))
 
     return arrive
 
 
 def test_all_wait_for_all(arrive) -> None:
-    assert all(isinstance(store, dist.Store) for store in arrive(3, [0, 1, 2], patience=100.0))
+    assert all(isinstance(store, dist.Store) for store in arrive(3, [0, 1, 2], timeout=100.0))
 
 
 def test_ranks_that_do_not_start_are_named(arrive, capfd: pytest.CaptureFixture) -> None:
-    first, second = arrive(9, [0, 2], patience=5.0)
+    first, second = arrive(9, [0, 2], timeout=5.0)
     expected = "ranks 1, 3-8 of 9 did not start within 5 s. Start the same command again"
     assert all(
         isinstance(lost, failure_detector.RankLost) and str(lost).startswith(expected) for lost in (first, second)
     )
-    assert (first.told, second.told) == (False, True)
+    assert (first.reported, second.reported) == (False, True)
     assert "waiting for ranks 1, 3-8 of 9 to start" in capfd.readouterr().err
 
 
 def test_a_rank_0_that_does_not_start_is_named_once_a_host(arrive) -> None:
-    found = arrive(6, [1, 2, 3], patience=0.5)
+    found = arrive(6, [1, 2, 3], timeout=0.5)
     place = rf"{re.escape(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
     assert all(re.match(rf"rank 0 of 6 \(nothing at {place}\) did not start within 0.5 s", str(lost)) for lost in found)
-    assert [lost.told for lost in found] == [False, False, True]
+    assert [lost.reported for lost in found] == [False, False, True]
 
 
 @pytest.fixture
-def watches(monkeypatch: pytest.MonkeyPatch):
-    """``watches(size)``: the watches of so many ranks, in one process and on one store, with short times."""
-    monkeypatch.setattr(failure_detector, "BEAT", 0.01)
-    monkeypatch.setattr(failure_detector, "SILENCE", 0.5)
-    monkeypatch.setattr(failure_detector, "GRACE", 60.0)
+def detectors(monkeypatch: pytest.MonkeyPatch):
+    """``detectors(size)``: failure detectors in one process and on one store, with short times."""
+    monkeypatch.setattr(failure_detector, "HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(failure_detector, "EXIT_GRACE", 60.0)
     store, made = dist.HashStore(), []
 
-    def make(size: int) -> list[Watch]:
-        threads = [threading.Thread(target=lambda r=r: made.append(Watch(store, r, size))) for r in range(size)]
+    def make(size: int) -> list[FailureDetector]:
+        def start(rank: int) -> None:
+            made.append(FailureDetector(store, rank, size, timeout=0.5))
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -179,66 +180,66 @@ def watches(monkeypatch: pytest.MonkeyPatch):
         one.close()
 
 
-def test_a_silent_rank_is_named_to_all(watches) -> None:
-    first, second, silent = watches(3)
-    first.start(), second.start()  # the third never gives a sign of life
+def test_a_silent_rank_is_named_to_all(detectors) -> None:
+    first, second, silent = detectors(3)
+    first.start(), second.start()  # the third never writes a heartbeat
     assert silent.name_of(2) == f"rank 2 (process {os.getpid()} on {socket.gethostname()})"
-    assert first.verdict(120) == second.verdict(120) == f"{silent.name_of(2)} is gone"
-    assert first.speaks() and not second.speaks()
+    assert first.wait_for_failure(120) == second.wait_for_failure(120) == f"{silent.name_of(2)} is gone"
+    assert first.is_reporter() and not second.is_reporter()
 
 
-def test_a_silent_rank_0_is_named_by_rank_1(watches) -> None:
+def test_a_silent_rank_0_is_named_by_rank_1(detectors) -> None:
     """A launcher may hold the store, and then it answers whatever becomes of rank 0."""
-    silent, second, third = watches(3)
+    silent, second, third = detectors(3)
     second.start(), third.start()
-    assert second.verdict(120) == third.verdict(120) == f"{silent.name_of(0)} is gone"
-    assert second.speaks() and not third.speaks()
+    assert second.wait_for_failure(120) == third.wait_for_failure(120) == f"{silent.name_of(0)} is gone"
+    assert second.is_reporter() and not third.is_reporter()
 
 
-def test_a_job_that_was_suspended_goes_on(watches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock went on, but nobody could give a sign of life."""
-    first, _ = watches(2)
-    assert first._look() is None
+def test_a_job_that_was_suspended_goes_on(detectors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock went on, but nobody could write a heartbeat."""
+    first, _ = detectors(2)
+    assert first._check() is None
     later = time.monotonic() + 3600
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert first._look() is None
+    assert first._check() is None
 
 
-def test_a_store_that_hangs_is_noticed(watches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_hangs_is_noticed(detectors, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one whose host has lost its power: no call returns or fails."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    _, second = watches(2)
+    _, second = detectors(2)
     second.store = SimpleNamespace(set=lambda *_: threading.Event().wait())
     second.start()
-    assert second.verdict(120) == f"{second.name_of(0)} no longer answers"
-    assert second.speaks()
+    assert second.wait_for_failure(120) == f"{second.name_of(0)} no longer answers"
+    assert second.is_reporter()
 
 
-def test_a_dead_process_is_named_by_its_neighbours(watches) -> None:
-    first, second = watches(2)
+def test_a_dead_process_is_named_by_its_neighbours(detectors) -> None:
+    first, second = detectors(2)
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     for one in (first, second):
-        one.places[0] = [one.places[0][0], str(child.pid)]
+        one.processes[0] = [one.processes[0][0], str(child.pid)]
     second.start()
-    assert second.verdict(120) == f"{second.name_of(0)} is gone"
-    assert second.speaks()  # for rank 0 cannot
+    assert second.wait_for_failure(120) == f"{second.name_of(0)} is gone"
+    assert second.is_reporter()  # for rank 0 cannot
 
 
-def test_a_rank_that_ends_by_itself_leaves_word(watches) -> None:
-    first, second = watches(2)
+def test_a_rank_that_ends_by_itself_leaves_word(detectors) -> None:
+    first, second = detectors(2)
     first.start(), second.start()
-    second.leave_word("DataError: no documents")
-    assert first.verdict(120) == f"{second.name_of(1)} stopped: DataError: no documents"
-    assert first.speaks()
+    second.announce("DataError: no documents")
+    assert first.wait_for_failure(120) == f"{second.name_of(1)} stopped: DataError: no documents"
+    assert first.is_reporter()
 
 
-def test_ranks_that_end_in_order_are_not_missed(watches) -> None:
-    first, second = watches(2)
+def test_ranks_that_end_in_order_are_not_missed(detectors) -> None:
+    first, second = detectors(2)
     first.start(), second.start()
     second.close(), first.close()
     time.sleep(0.1)
-    assert first.lost is None and second.lost is None
+    assert first.failure is None and second.failure is None
 
 
 PROGRAM = """
@@ -257,7 +258,7 @@ atexit.register(print, "exit functions")
 
 def main():
     if os.environ["WORLD_SIZE"] == "1":
-        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None))
+        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, None, 20.0, 600.0, 1800.0))
         model = torch.nn.Linear(2, 2)
         engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
         engine.backward(model(torch.ones(1, 2)).sum()), engine.reduce(), engine.step()

@@ -114,7 +114,7 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
-    """Where the model runs and in which arithmetic. Several processes: train/distributed/engine.py."""
+    """Where the model runs and in which arithmetic. Several processes: train/distributed/__init__.py."""
 
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]  # bf16: autocast over fp32 parameters
@@ -123,6 +123,9 @@ class ParallelConfig:
     table_shards: PositiveInt  # processes that the rows of an Engram table are split over
     shard_embeddings: bool  # split the token embedding and the head like the Engram tables
     gpu_memory_gib: PositiveFloat | None  # memory of one GPU, for the verdict of task=plan
+    heartbeat_timeout: PositiveFloat  # seconds of silence after which a process counts as lost
+    start_timeout: PositiveFloat  # seconds for all processes to start after the first
+    collective_timeout: PositiveFloat  # seconds of one collective call; a lost process is noticed earlier
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -1,10 +1,10 @@
-"""Detects ranks that never start or that die, names them, and ends the rest.
+"""Which process of a run did not start, died or hangs: found out, named in one message, and all others end too.
 
-Before the processes form a group they wait for each other at a store (`meet`), which says who is missing.
+Before the processes form a group they wait for each other at a store (`rendezvous`), which knows who is missing.
 
-Later, when a process dies, a collective call fails with a peer's address, or waits forever. So every process runs a
-thread that writes a heartbeat to the store and watches the others: those of its own host by their process id, rank 0
-all others by their heartbeats, and rank 1 rank 0 in the same way.
+A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
+`FailureDetector`, a thread that writes heartbeats to the store of the group and checks the others: processes of its
+own host by their process id; rank 0 checks the heartbeats of all, rank 1 those of rank 0.
 """
 
 from __future__ import annotations
@@ -21,68 +21,66 @@ import torch.distributed as dist
 
 from train.errors import LOST, RankLost
 
-BEAT = 1.0  # seconds between heartbeats
-SILENCE = 20.0  # seconds without a heartbeat after which a process counts as lost
-GRACE = 10.0  # seconds that a process has to end by itself after another is lost
-FAILURES = 3  # consecutive failed calls after which the store is lost, with the process or launcher that holds it
+HEARTBEAT_INTERVAL = 1.0  # seconds
+EXIT_GRACE = 10.0  # seconds that a process has to end by itself once another is lost
+STORE_FAILURES = 3  # calls in a row that fail before the store is given up: its process or launcher has ended
+REMINDER_INTERVAL = 60.0  # seconds between lines that name the processes that are missing at the start
+POLL_INTERVAL = 0.1  # seconds between looks at who has started
 AGAIN = "Start the same command again to continue from the last checkpoint"
-PATIENCE = 600.0  # seconds that the other processes have to start; reading Python from a slow disk takes long
-REMINDER = 60.0  # seconds between lines that name the missing processes
-POLL = 0.1  # seconds between checks of who has started
 
 
-def meet(rank: int, size: int, local_rank: int) -> dist.Store:
-    """Wait until all processes of a run have started. Keep the returned store until they have formed a group.
+def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.Store:
+    """Wait until all processes of a run have started. What is returned must be kept until they have formed a group.
 
-    Rank 0 says whom it waits for; until rank 0 arrives, one process per host prints the message.
+    Rank 0 prints who is missing; while it is missing itself, one process of every host does.
 
     Raises:
-        RankLost: some have not started after `PATIENCE` seconds; the message names them.
+        RankLost: some have not started within ``timeout`` seconds; the message names them.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    holds = (
-        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # otherwise the launcher holds the store
-    speaks = rank == 1 or local_rank == 0
-    if not holds:
-        missing = _wait(lambda: "" if _answers(host, port) else f"rank 0 of {size} (nothing at {host}:{port})", speaks)
-        if missing:
-            raise RankLost(missing, told=not speaks)
-    store = dist.TCPStore(host, port, size, holds, wait_for_workers=False, multi_tenant=True)
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    reporter = rank == 1 or local_rank == 0
+    if not hosts_store:
+        missing = f"rank 0 of {size} (nothing at {host}:{port})"
+        message = _wait(lambda: _accepts(host, port), lambda: missing, timeout, reporter)
+        if message:
+            raise RankLost(message, reported=not reporter)
+    store = dist.TCPStore(host, port, size, hosts_store, wait_for_workers=False, multi_tenant=True)
     store = dist.PrefixStore("start", store)
     store.set(str(rank), "")
     if rank == 0:
-        missing = _wait(lambda: _absent(store, size), speaks=True)
-        store.set("all", missing)
+        everyone = [str(other) for other in range(size)]
+        message = _wait(lambda: store.check(everyone), lambda: _absent(store, size), timeout, reporter=True)
+        store.set("all", message)
     else:
         try:
             while not store.check(["all"]):
-                time.sleep(POLL)
-            missing = store.get("all").decode()
+                time.sleep(POLL_INTERVAL)
+            message = store.get("all").decode()
         except dist.DistError as error:
-            raise RankLost(f"rank 0 ended before all had started. {AGAIN}", told=not speaks) from error
-    if missing:
-        time.sleep(10 * POLL if rank == 0 else 0)  # until all have read it
-        raise RankLost(missing, told=rank > 0)
+            raise RankLost(f"rank 0 ended before all had started. {AGAIN}", reported=not reporter) from error
+    if message:
+        time.sleep(10 * POLL_INTERVAL if rank == 0 else 0)  # until all have read it
+        raise RankLost(message, reported=rank > 0)
     return store
 
 
-def _wait(missing: Callable[[], str], speaks: bool) -> str:
-    """Wait until nothing is missing, or until `PATIENCE` is over; then returns the message."""
-    started = said = time.monotonic()
-    while names := missing():
+def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, reporter: bool) -> str:
+    """Wait until ``done``, which gives an empty text; after ``timeout`` seconds a message with what is ``missing``."""
+    started = reminded = time.monotonic()
+    while not done():
         now = time.monotonic()
-        if now - started > PATIENCE:
-            return f"{names} did not start within {PATIENCE:g} s. {AGAIN}"
-        if speaks and now - said > REMINDER:
-            said = now
-            print(f"waiting for {names} to start", file=sys.stderr, flush=True)
-        time.sleep(POLL)
+        if now - started > timeout:
+            return f"{missing()} did not start within {timeout:g} s. {AGAIN}"
+        if reporter and now - reminded > REMINDER_INTERVAL:
+            reminded = now
+            print(f"waiting for {missing()} to start", file=sys.stderr, flush=True)
+        time.sleep(POLL_INTERVAL)
     return ""
 
 
-def _answers(host: str, port: int) -> bool:
-    """Whether the store can be reached. A TCPStore that waits by itself prints pages of warnings."""
+def _accepts(host: str, port: int) -> bool:
+    """Whether something listens there. A TCPStore that waits for it by itself prints pages meanwhile."""
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -91,121 +89,128 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _absent(store: dist.Store, size: int) -> str:
-    """The missing ranks in words ("ranks 1, 4-7 of 8"), or an empty string."""
+    """The ranks that have not started, as people write them: ranks 1, 4-7 of 8."""
     ranks = [rank for rank in range(size) if not store.check([str(rank)])]
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)} of {size}" if ranks else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)} of {size}"
 
 
-class Watch(threading.Thread):
-    """The watching thread. ``store``: a connection of its own, because a call that waits in a shared one would stop the
-    heartbeat.
+class FailureDetector(threading.Thread):
+    """Writes this process's heartbeats and checks those of others.
+
+    store: a connection of its own, for a call that waits in the shared one would delay the heartbeats. timeout: seconds
+    without a heartbeat after which a process counts as lost.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
-        super().__init__(name="watch", daemon=True)
-        self.store, self.rank, self.size = store, rank, size
-        self.me = f"{socket.gethostname()} {os.getpid()}"
-        self.lost: str | None = None
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
+        super().__init__(name="failure detector", daemon=True)
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.failure: str | None = None  # who is lost, in words
         self._found, self._closed = threading.Event(), threading.Event()
-        self._beats: dict[
-            int, tuple[bytes, int]
-        ] = {}  # the last heartbeat, and how many checks have found no newer one
-        self._unanswered = 0  # beats since the store last answered; a clock would go on while a job is suspended
-        store.set(f"where/{rank}", self.me)
-        store.set(f"beat/{rank}", "0")
-        self.places = [store.get(f"where/{other}").decode().split() for other in range(size)]
-        # Ranks of the same host, unless a container hides their processes.
-        host = self.places[rank][0]
-        self.neighbours = [r for r, (there, pid) in enumerate(self.places) if there == host and _lives(int(pid))]
+        # Times are counted in heartbeat intervals: a clock would go on while a job is suspended.
+        self._last: dict[int, tuple[bytes, int]] = {}  # a rank's last heartbeat, and checks since that found no other
+        self._unanswered = 0  # intervals since the store's last answer
+        store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        store.set(f"heartbeat/{rank}", "0")
+        found = store.multi_get([f"process/{other}" for other in range(size)])
+        self.processes = [one.decode().split() for one in found]  # host and process id of every rank
+        # Of the same host, and not hidden from here in a container of its own.
+        host = self.processes[rank][0]
+        self.neighbours = [r for r, (there, pid) in enumerate(self.processes) if there == host and _lives(int(pid))]
 
     def run(self) -> None:
-        threading.Thread(target=self._ask, name="watch's questions", daemon=True).start()
-        while self.lost is None:
-            if self._closed.wait(BEAT):
+        threading.Thread(target=self._exchange, name="heartbeats", daemon=True).start()
+        while self.failure is None:
+            if self._closed.wait(HEARTBEAT_INTERVAL):
                 return
             self._unanswered += 1
-            if self._unanswered * BEAT > SILENCE:
-                self.lost = self._store_is_lost()
+            if self._unanswered * HEARTBEAT_INTERVAL > self.timeout:
+                self.failure = self._store_is_lost()
         self._found.set()
-        if not self._closed.wait(GRACE):  # the main thread waits in a collective that will never complete
-            self.say()
+        if not self._closed.wait(EXIT_GRACE):  # the main thread waits for a collective that nobody will answer
+            self.report()
             os._exit(LOST)
 
-    def _ask(self) -> None:
-        """Runs in a separate thread, because a store whose host is gone or hangs never answers, whatever its
-        timeout.
-        """
+    def _exchange(self) -> None:
+        """Heartbeats and checks, in a thread of its own: calls to a store whose host hangs never return."""
         count = failures = 0
-        while self.lost is None and not self._closed.wait(BEAT):
+        while self.failure is None and not self._closed.wait(HEARTBEAT_INTERVAL):
             count += 1
             try:
-                self.store.set(f"beat/{self.rank}", str(count))
-                self.lost = self._look() or self.lost
+                self.store.set(f"heartbeat/{self.rank}", str(count))
+                self.failure = self._check() or self.failure
                 self._unanswered = failures = 0
             except RuntimeError:
                 failures += 1
-                if failures == FAILURES:
-                    self.lost = self._store_is_lost()
+                if failures == STORE_FAILURES:
+                    self.failure = self._store_is_lost()
 
     def _store_is_lost(self) -> str:
         holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name_of(0)
         return f"{holder} no longer answers"
 
-    def leave_word(self, reason: str) -> None:
-        """Record for the others why this process ends."""
+    def announce(self, reason: str) -> None:
+        """Tell the others why this process ends."""
         try:
             self.store.compare_set("lost", "", f"{self.name_of(self.rank)} stopped: {reason}")
         except RuntimeError:  # the store is gone too; the others have noticed
             pass
 
-    def verdict(self, seconds: float) -> str | None:
-        """What is lost; waits at most so many seconds for the answer."""
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """Who is lost, waiting for that at most so long."""
         self._found.wait(seconds)
-        return self.lost
+        return self.failure
 
     def close(self) -> None:
-        """To be called when this process ends by itself."""
+        """This process ends in order, or at least by itself."""
         self._closed.set()
 
     def name_of(self, rank: int) -> str:
-        host, pid = self.places[rank]
+        host, pid = self.processes[rank]
         return f"rank {rank} (process {pid} on {host})"
 
-    def speaks(self) -> bool:
-        """Whether this process reports the loss: rank 0, or rank 1 if rank 0 was lost without a message."""
-        silent = self.lost.startswith("rank 0 ") and "stopped:" not in self.lost
+    def is_reporter(self) -> bool:
+        """Whether this process is the one that prints the failure: rank 0, or rank 1 if rank 0 was lost in silence."""
+        assert self.failure is not None
+        silent = self.failure.startswith("rank 0 ") and "stopped:" not in self.failure
         return self.rank == (1 if silent else 0)
 
-    def say(self) -> None:
-        if self.speaks():
-            print(f"error: {message(self.lost)}", file=sys.stderr, flush=True)
+    def report(self) -> None:
+        if self.is_reporter():
+            assert self.failure is not None
+            print(f"error: {message(self.failure)}", file=sys.stderr, flush=True)
 
-    def _look(self) -> str | None:
+    def _check(self) -> str | None:
+        """Who is lost, if anyone, agreed on with the others."""
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
-        gone = [rank for rank in self.neighbours if not _lives(int(self.places[rank][1]))]
-        if not gone and self.rank < 2:  # a launcher's store outlives rank 0
-            others = range(1, self.size) if self.rank == 0 else [0]
-            gone = [rank for rank in others if self._silent(rank)]
+        gone = [rank for rank in self.neighbours if not _lives(int(self.processes[rank][1]))]
+        if not gone and self.rank < 2:  # rank 1 checks rank 0, whose store lives on where a launcher holds it
+            gone = self._silent(list(range(1, self.size)) if self.rank == 0 else [0])
         if not gone:
             return None
-        time.sleep(BEAT / 2)  # a process that ended by itself has recorded why
+        time.sleep(HEARTBEAT_INTERVAL / 2)  # one that ended by itself has announced it by then
         found = f"{self.name_of(gone[0])} is gone"
         return self.store.compare_set("lost", "", found).decode() or found
 
-    def _silent(self, rank: int) -> bool:
-        beat = self.store.get(f"beat/{rank}")
-        last, looks = self._beats.get(rank, (b"", 0))
-        self._beats[rank] = beat, looks + 1 if beat == last else 0
-        return self._beats[rank][1] * BEAT > SILENCE
+    def _silent(self, ranks: list[int]) -> list[int]:
+        """Those of the ranks that have not written a heartbeat for too long."""
+        silent = []
+        beats = self.store.multi_get([f"heartbeat/{rank}" for rank in ranks]) if ranks else []
+        for rank, beat in zip(ranks, beats, strict=True):
+            last, checks = self._last.get(rank, (b"", 0))
+            checks = checks + 1 if beat == last else 0
+            self._last[rank] = beat, checks
+            if checks * HEARTBEAT_INTERVAL > self.timeout:
+                silent.append(rank)
+        return silent
 
 
-def message(lost: str) -> str:
-    """The message for the user."""
-    return f"{lost}; the other processes ended too. {AGAIN}"
+def message(failure: str) -> str:
+    """What a person reads."""
+    return f"{failure}; the other processes ended too. {AGAIN}"
 
 
 def _lives(pid: int) -> bool:

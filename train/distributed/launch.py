@@ -12,11 +12,10 @@ from model.parallel.ranks import Parallel, RankGroup
 from train.config.problems import ConfigError, problem
 from train.config.schema import ParallelConfig
 from train.distributed.engine import init_distributed, make_groups
-from train.distributed.failure_detector import Watch, meet
+from train.distributed.failure_detector import FailureDetector, rendezvous
 from train.distributed.launchers import ProcessInfo, find_process
 from train.distributed.world import World, pick_device
 
-TIMEOUT = timedelta(minutes=30)  # for a collective; the failure detector notices a lost rank earlier
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -33,24 +32,28 @@ def launch(layout: ParallelConfig) -> World:
     device = pick_device(layout.device, process)
     if process.size == 1:
         return World(device)
-    _rendezvous(process, device)
+    _form_group(process, device, layout)
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
     parallel = Parallel(experts, tables, layout.shard_embeddings)
     everyone = RankGroup(dist.group.WORLD, process.rank, process.size)
     replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
-    watch = Watch(dist.distributed_c10d._get_default_store().clone(), process.rank, process.size)
-    watch.start()
-    return World(device, process.rank, process.size, parallel, replica_groups, watch)
+    store = dist.distributed_c10d._get_default_store().clone()
+    detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout)
+    detector.start()
+    return World(device, process.rank, process.size, parallel, replica_groups, detector)
 
 
-def _rendezvous(process: ProcessInfo, device: torch.device) -> None:
-    os.environ.update(RANK=str(process.rank), WORLD_SIZE=str(process.size), LOCAL_RANK=str(process.local_rank))
+def _form_group(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> None:
+    """Make the process group of all, once all have started."""
+    # DeepSpeed takes LOCAL_RANK for the index of the device, which it is not where a process sees its own device only.
+    local_rank = process.local_rank if device.index is None else device.index
+    os.environ.update(RANK=str(process.rank), WORLD_SIZE=str(process.size), LOCAL_RANK=str(local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    started = meet(process.rank, process.size, process.local_rank)
-    init_distributed(BACKEND[device.type], device.type, TIMEOUT)
-    del started  # the group now holds the store
+    store = rendezvous(process.rank, process.size, process.local_rank, layout.start_timeout)
+    init_distributed(BACKEND[device.type], device.type, timedelta(seconds=layout.collective_timeout))
+    del store  # the group holds it now
 
 
 def _mismatch(layout: ParallelConfig, process: ProcessInfo) -> str:

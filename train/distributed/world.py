@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
-from train.distributed.failure_detector import SILENCE, Watch, message
+from train.distributed.failure_detector import FailureDetector, message
 from train.distributed.launchers import ProcessInfo
 from train.errors import RankLost
 
@@ -36,7 +36,7 @@ class World:
     parallel: Parallel = ONE_PROCESS
     replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
     # ^ by the number of parts a parameter is split into: the ranks that hold the same part as this one
-    watch: Watch | None = None
+    failure_detector: FailureDetector | None = None  # of several processes
 
     @property
     def first(self) -> bool:
@@ -95,26 +95,28 @@ class World:
         Raises:
             RankLost: another rank ended or no longer answers.
         """
-        if self.watch is None:
+        detector = self.failure_detector
+        if detector is None:
             yield
             return
         try:
             yield
         except agreed:
-            self._part()
+            self._leave(detector)
             raise
         except Exception as error:
-            # When a peer is gone, the collective call fails before the watch knows which one it was.
-            lost = self.watch.verdict(SILENCE + 5 if _from_collective(error) else 0)
-            self.watch.leave_word(f"{type(error).__name__}: {error}")
-            if lost and _from_collective(error):
-                raise RankLost(message(lost), told=not self.watch.speaks()) from error
+            # A rank whose peer is gone gets some error from the collective call before the detector knows which it is.
+            collective = _from_collective(error)
+            failure = detector.wait_for_failure(detector.timeout + 5 if collective else 0)
+            detector.announce(f"{type(error).__name__}: {error}")
+            if failure and collective:
+                raise RankLost(message(failure), reported=not detector.is_reporter()) from error
             raise
-        self._part()
+        self._leave(detector)
 
-    def _part(self) -> None:
+    def _leave(self, detector: FailureDetector) -> None:
         self.barrier()
-        self.watch.close()
+        detector.close()
         dist.destroy_process_group()
 
 

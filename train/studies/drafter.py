@@ -25,11 +25,11 @@ import yaml
 
 from model import DeepseekV41, Drafter, Generator, Request, Sample, load_drafter
 from model.generation import generate
-from train.anchors import HELD_OUT, with_anchors
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState, write_text
 from train.config.parse import parse
-from train.evaluation.drafter import evaluate
+from train.dspark.anchors import HELD_OUT, with_anchors
+from train.dspark.evaluate import evaluate
 from train.tasks.dspark import step
 
 NEW = 64  # tokens of a continuation

@@ -40,6 +40,9 @@ IRRELEVANT = (  # move no weight
     "task.sample_",
     "task.eval_every",
     "data.cache_dir",
+    "parallel.heartbeat_timeout",
+    "parallel.start_timeout",
+    "parallel.collective_timeout",
 )
 
 

@@ -1,7 +1,7 @@
 """``task=dspark``: train a drafter for a frozen backbone.
 
 A step is ``train.loop.train_step`` on the drafter: the backbone runs once over a batch, without gradients, for all its
-anchors (``train/anchors.py``). Checkpoints hold the drafter only; the export holds both.
+anchors (``train/dspark/anchors.py``). Checkpoints hold the drafter only; the export holds both.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from model.dspark import DraftDenominators, DraftLosses
-from train.anchors import with_anchors
 from train.build import Batch, Run, build
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
+from train.dspark.anchors import with_anchors
+from train.dspark.evaluate import evaluate, loss_of, measures
+from train.dspark.report import DrafterReporter
 from train.errors import user_errors
-from train.evaluation.drafter import evaluate, loss_of, measures
-from train.logging.drafter import DrafterReporter
 from train.logging.log import Reporter, memory_gib
 from train.loop import repeat, train_step
 from train.run import begin, report_files, run_logger, run_session

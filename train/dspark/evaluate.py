@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from model.dspark import slot_weights
-from train.anchors import HELD_OUT, with_anchors
 from train.build import Run
+from train.dspark.anchors import HELD_OUT, with_anchors
 from train.evaluation.probe import with_a_token
 from train.logging.records import load_record
 
