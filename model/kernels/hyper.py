@@ -142,7 +142,7 @@ def _tile(streams: Tensor) -> dict:
         "N_TILE": padded(n),
         "TOKENS_TILE": max(1, COLUMNS // columns),
         "COLUMNS": columns,
-        "num_warps": 8,
+        "num_warps": 4,
     }
 
 
@@ -217,7 +217,7 @@ def _expand_backward(
         _expand_backward_kernel,
         (triton.cdiv(tokens, sizes["TOKENS_TILE"]),),
         *(grad, streams, y, post, comb, d_streams, d_y, d_post, d_comb, tokens, d),
-        **sizes,
+        **(sizes | {"num_warps": 8}),
         flops=4.0 * streams.numel() * (n + 1),
     )
     return d_streams, d_y, d_post, d_comb
