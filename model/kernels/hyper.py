@@ -365,11 +365,11 @@ def _coefficients_kernel(
     tl.store(step_place, total, mask=here)
     m = m / total[None, :, :]
     for _ in range(1, STEPS, 2):
-        step_place += tokens.to(tl.int64) * N
+        step_place += tl.cast(tokens, tl.int64) * N
         total = tl.sum(m, 1) + hc_eps
         tl.store(step_place, total, mask=here)
         m = m / total[:, None, :]
-        step_place += tokens.to(tl.int64) * N
+        step_place += tl.cast(tokens, tl.int64) * N
         total = tl.sum(m, 0) + hc_eps
         tl.store(step_place, total, mask=here)
         m = m / total[None, :, :]
@@ -431,7 +431,7 @@ def _coefficients_backward_kernel(
     grad = tl.load(d_comb + token[None, None, :] * (N * N) + pair, mask=here3, other=0.0)
     m = tl.load(comb + token[None, None, :] * (N * N) + pair, mask=here3, other=0.0)
     mix, soft = _softmax(mixes, base, scale, token, tokens, N, N_TILE)
-    stride = tokens.to(tl.int64) * N
+    stride = tl.cast(tokens, tl.int64) * N
     step_place = denominators + (STEPS - 1) * stride + row.to(tl.int64) * tokens + token[None, :]
     for _ in range(1, STEPS, 2):
         total = tl.load(step_place, mask=here, other=1.0)

@@ -192,7 +192,7 @@ def _peaks_kernel(
     here = number < queries
     start = tl.load(visible_from + number, mask=here, other=2**62)[None, :]
     stop = tl.load(visible_to + number, mask=here, other=0)[None, :]
-    base = low.to(tl.int64)
+    base = tl.cast(low, tl.int64)
     if OWN:
         base = tl.load(visible_from + first)
     # whole tiles, counted from the base, around what any of the queries sees

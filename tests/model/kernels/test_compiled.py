@@ -27,16 +27,26 @@ ALLOWED_SPILLS = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[dict]:
+def table(*arguments: str) -> list[dict]:
     """In a process of its own, since here kernels may be interpreted ones."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     }
-    command = [sys.executable, "-m", "model.kernels.table", "--json", "--arch", "90", "100"]
+    command = [sys.executable, "-m", "model.kernels.table", "--json", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    return table("--arch", "90", "100")
+
+
+@pytest.mark.slow
+def test_one_token() -> None:
+    """An argument that is 1 becomes a constant of the kernel, without the methods of a number that varies."""
+    assert table("--tokens", "1")
 
 
 @pytest.mark.slow
