@@ -1,14 +1,14 @@
-"""Generation with the packed cache: batched prefill and decode of unequal prompts, sampling, what was routed where.
+"""Generation with the packed cache: batched prefill and decoding of unequal prompts, sampling, recorded routing.
 
     samples = generate(model, [Request(prompt=(5, 9, 2), max_tokens=64, seed=1)])
 
-`Generator` is the same with a life of its own: requests are submitted at any time, each `step` gives every running
-sequence one token, and `state_dict` stops it at any token. A sequence's draws depend on its seed and its position
-alone, not on its batch mates (whose number may still move log-probabilities by the rounding of fp32 products).
+`Generator` does the same incrementally: requests can be submitted at any time, each `step` gives every running sequence
+one token, and `state_dict` stops it at any token. A sequence's draws depend only on its seed and position, not on the
+rest of the batch (whose size may still change log-probabilities by the rounding of fp32 products).
 
-With a drafter a step gives every sequence one to B + 1 tokens (speculative decoding): the drafter proposes up to B, the
-model passes over all of them at once, and those are kept that `verify` accepts, so that greedy samples are the same and
-drawn ones have the same distribution. What was rejected leaves no trace in the cache.
+With a drafter, a step gives every sequence one to B + 1 tokens (speculative decoding): the drafter proposes up to B,
+the model runs over all of them at once, and `verify` decides which are kept, so that greedy samples are the same and
+drawn ones have the same distribution. Rejected tokens leave no trace in the cache.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from model.sampling import DRAFTED, draw, uniform, verify
 
 @dataclass(frozen=True)
 class Request:
-    """What to continue and how. temperature 0 takes the likeliest token; top_p keeps the likeliest tokens that together
-    reach it; a token of `stop` ends the sample and is its last token. images: `pixel_values`, `image_grid_hws` and
-    `vision_token_types` (int64 [len(prompt)]) of a prompt with images, as in a batch.
+    """What to continue, and how. temperature 0 takes the most likely token; top_p keeps the most likely tokens whose
+    probabilities together reach it; a token of `stop` ends the sample and is its last token. images: `pixel_values`,
+    `image_grid_hws` and `vision_token_types` (int64 [len(prompt)]) of a prompt with images, as in a batch.
     """
 
     prompt: tuple[int, ...]
@@ -71,9 +71,9 @@ class Sample:
 
 @dataclass
 class _Running:
-    """A sample in the making: its cache row (None until it is its turn), the routing of the passes so far, and, of a
-    prompt with images, its embeddings [len(prompt), d] until it is prefilled. followers: those with the same prompt,
-    which go on from its prefill.
+    """An unfinished sample: its cache row (None while it waits), the routing so far, and, for a prompt with images, its
+    embeddings [len(prompt), d] until it is prefilled. followers: samples with the same prompt, which continue from its
+    prefill.
     """
 
     sample: Sample
@@ -97,15 +97,15 @@ class _Running:
 class Generator:
     """Continuous batching over one cache.
 
-    max_running: sequences that run at once, others wait in order. prefill_tokens: prompt tokens of one pass; longer
+    max_running: sequences that run at once; others wait in order. prefill_tokens: prompt tokens of one pass; longer
     prompts are prefilled in chunks. record_routing: fill `Sample.routing`. prefix_tokens: keep the main KV and index
-    keys of so many tokens for prompts (without images) that begin alike; a hit is followed by bounded replay, which is
-    an approximation: samples then depend on what was kept. The policy may change between steps: set `version`, and the
-    tokens from then on carry it (and what was kept for others is forgotten). drafter: proposes tokens, see above;
-    min_confidence: it proposes no more of them than it holds likely to be accepted all together, with at least this
-    probability by its confidence head (0: always all).
+    keys of so many tokens for prompts (without images) with the same beginning; a hit is followed by bounded replay,
+    which is an approximation, so samples then depend on what was kept. The policy may change between steps: set
+    `version`, which later tokens carry (kept prefixes are then dropped). drafter: proposes tokens, see above;
+    min_confidence: it proposes only as many as its confidence head expects to be accepted all together with at least
+    this probability (0: always all).
 
-    With `runtime.decoder_replay` the decoder passes over the last `sliding_window` tokens of each prompt only.
+    With `runtime.decoder_replay` the decoder runs over the last `sliding_window` tokens of each prompt only.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Generator:
 
     @property
     def version(self) -> int:
-        """Of the policy: the number that tokens drawn from now on carry."""
+        """Version of the policy, which later tokens carry."""
         return self._version
 
     @version.setter
@@ -150,7 +150,7 @@ class Generator:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self.waiting) + len(self.running)
 
     def submit(self, request: Request) -> int:
@@ -162,8 +162,8 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
-        """Give every running sequence one token, with a drafter one or more; newcomers their prefill before that and
-        one token. Returns the finished samples.
+        """Give every running sequence one token, with a drafter one or more; new sequences are prefilled first. Returns
+        the finished samples.
         """
         decode = list(self.running)
         pending = self._admit_waiting()
@@ -181,7 +181,7 @@ class Generator:
         return [self._finished(r) for r in done]
 
     def _admit_waiting(self) -> list[_Running]:
-        """Let as many requests begin as may run; returns those to prefill: of each prompt the first."""
+        """Start as many waiting requests as may run; returns those to prefill, one for each distinct prompt."""
         first: dict[tuple[int, ...], _Running] = {}
         while self.waiting and len(self.running) < self.max_running:
             running = self.waiting.popleft()
@@ -195,13 +195,13 @@ class Generator:
         return [running for running in self.running if running.row is not None and not running.sample.tokens]
 
     def _follow(self, leader: _Running) -> None:
-        """Let those with the prompt that was just prefilled go on from there."""
+        """Let the samples with the prompt that was just prefilled continue from there."""
         for running in leader.followers:
             running.row = self.cache.copy_of_row(leader.row)
             running.routing, running.sample.replay_start = list(leader.routing), leader.sample.replay_start
 
     def _admit(self, running: _Running) -> None:
-        """Give a request its row, and what is known about its prompt already."""
+        """Give a request its row, and what is already cached of its prompt."""
         model, sample = self.model, running.sample
         prompt, images = sample.request.prompt, sample.request.images
         running.row = self.cache.open()
@@ -247,8 +247,8 @@ class Generator:
         return [running for running in pending if not running.sample.tokens]
 
     def _pass(self, batch: list[_Running], parts: list[list[int]]) -> dict[int, Tensor]:
-        """Run the model over the next tokens of each; by row the hidden state [d] of its last token, but for rows that
-        the decoder leaves out.
+        """Run the model over the next tokens of each sequence; by row, the hidden state [d] of its last token, except
+        for rows that the decoder skips.
         """
         whole = self._step(batch, parts)
         hidden, step, routing = self._run(batch, whole)
@@ -298,7 +298,7 @@ class Generator:
         return None if step is None else model.final_hidden(state), step, routing
 
     def _speculate(self, batch: list[_Running]) -> None:
-        """Draft, pass over the drafts, and keep what `verify` accepts of them and one token more."""
+        """Draft, run over the drafts, keep what `verify` accepts and one more token."""
         requests = [running.sample.request for running in batch]
         places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]  # of the next tokens
         drafted = self._draft(batch, places)
@@ -387,7 +387,7 @@ class Generator:
             self._take(running.sample, [token], [log_prob])
 
     def _take(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> int:
-        """Add tokens up to the sample's end; how many."""
+        """Add tokens up to the sample's end; returns how many."""
         for number, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
             sample.tokens.append(token)
             sample.log_probs.append(log_prob)
@@ -406,7 +406,7 @@ class Generator:
         return running.sample
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on from this token: tensors and plain containers."""
+        """Everything needed to continue from this token: tensors and plain containers."""
         return {
             "cache": self.cache.state_dict(),
             "version": self.version,
@@ -429,7 +429,7 @@ class Generator:
 
 
 def generate(model: DeepseekV41, requests: Iterable[Request], **options: Any) -> list[Sample]:
-    """Run the requests to their ends; samples in their order. `options` are those of `Generator`."""
+    """Run the requests to completion; samples in the same order. `options` are those of `Generator`."""
     generator = Generator(model, **options)
     ids = [generator.submit(request) for request in requests]
     found: dict[int, Sample] = {}

@@ -1,7 +1,7 @@
-"""Losses over chunks of tokens: the [T, vocab] logits never exist during training.
+"""Losses over chunks of tokens: the [T, vocab] logits are never all in memory during training.
 
-`cross_entropy_sum` is what training on text needs. `token_log_probs` and `reverse_kl` give a value for every position,
-whose gradient comes from outside: for objectives that weigh, clip or mask single tokens.
+`cross_entropy_sum` is the loss of training on text. `token_log_probs` and `reverse_kl` return a value for every
+position and take its gradient from the caller: for objectives that weight, clip or mask single tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 
 
 class Objective(Protocol):
-    """What may take the place of the cross-entropy: the sum over the supervised positions of a batch, 0-d, divided by
-    the step's supervised targets afterwards.
+    """What may replace the cross-entropy: the sum over the supervised positions of a batch, 0-d, later divided by the
+    step's supervised targets.
 
-    hidden [R, d] after the final norm, weight [V, d] of the whole head, targets int64 [R], places int64 [R]: where the
-    target stands in the flattened batch, so that `x.flatten()[places]` reads x [B, S], laid out as the labels are.
+    hidden [R, d] after the final norm, weight [V, d] of the whole head, targets int64 [R], places int64 [R]: the
+    target's position in the flattened batch, so that `x.flatten()[places]` reads x [B, S], laid out as the labels are.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor: ...
@@ -229,13 +229,13 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Rows of hidden [R, d] whose logits through weight [V, d] are made at once."""
+    """Row ranges of hidden [R, d] whose logits through weight [V, d] are computed at once."""
     step = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
     return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The type of sums over the vocabulary: fp32, or fp64 where the input is."""
+    """The dtype of sums over the vocabulary: fp32, or fp64 for fp64 input."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

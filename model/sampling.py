@@ -1,4 +1,4 @@
-"""Tokens from logits: draws that depend on a seed and a place alone, and what is kept of a drafter's proposals.
+"""Tokens from logits: draws that depend only on a seed and a position, and which of a drafter's proposals are kept.
 
 Shapes: B sequences, V vocabulary, n drafts of a sequence.
 """
@@ -14,8 +14,8 @@ DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # purposes of numbers beside the one that
 
 
 def uniform(seed: int, position: int, purpose: int = 0) -> float:
-    """The number in [0, 1) that a sequence's token at `position` is drawn with: a hash (splitmix64) of the two. Other
-    purposes give other numbers.
+    """The number in [0, 1) for drawing a sequence's token at `position`: a hash (splitmix64) of seed and position.
+    Other purposes give other numbers.
     """
     start = _mixed(seed)
     if purpose:

@@ -23,7 +23,7 @@ from torch import Tensor
 from model.kernels.switch import in_triton
 from model.precision import without_autocast
 
-# Score elements alive at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
+# Scores in memory at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
 CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 QUERY_BLOCK = 64
 
@@ -91,9 +91,10 @@ def dense_attention_mass(
     sink: Tensor,
     scale: float,
 ) -> Tensor:
-    """What attention over the window and *all* visible entries would put on each entry, summed over heads: fp32 [T, N].
+    """The mass that attention over the window and *all* visible entries would put on each entry, summed over heads:
+    fp32 [T, N].
 
-    The ground truth that a selection is judged by; quadratic, for probe batches only.
+    The ground truth for judging a selection; quadratic, for probe batches only.
     """
     slot = torch.arange(entries.shape[0], device=q.device, dtype=torch.int32)
     seen = (slot >= visible_from[:, None]) & (slot < visible_to[:, None])
@@ -234,7 +235,9 @@ class _SparseAttention(torch.autograd.Function):
 
 
 class Scratch:
-    """Named buffers that every chunk of a call reuses: fresh ones would cost more page faults than arithmetic."""
+    """Named buffers that all chunks of a call reuse; fresh ones would cost more in page faults than the arithmetic
+    does.
+    """
 
     def __init__(self):
         self.buffers: dict[str, Tensor] = {}

@@ -20,7 +20,9 @@ from model.config import ModelConfig
 
 
 class Change(NamedTuple):
-    """What a tensor of this shape is to become: `apply(rows, block)` are these rows of it, given what they are."""
+    """What a tensor of this shape becomes: `apply(rows, block)` returns the new values of these rows, given the old
+    ones.
+    """
 
     shape: tuple[int, ...]
     apply: Callable[[slice, Tensor], Tensor]
@@ -68,7 +70,7 @@ def convert_checkpoint(
 
 
 def _changed(sources: list[TensorSource], changes: Mapping[str, Change]) -> list[TensorSource]:
-    """The same tensors with some of them changed; the scales that those had are of no more use."""
+    """The same tensors with some of them changed; the scales of those are no longer valid."""
     shapes = {source.name: source.shape for source in sources}
     for name, change in changes.items():
         if name not in shapes:

@@ -1,8 +1,8 @@
 """Reading a checkpoint folder.
 
-Reading is strict: a missing, extra, mis-shaped or mis-typed tensor is named before anything is used. It goes block by
-block: beside the model, memory holds a few blocks and one tensor's scales. A model that is spread over processes is
-read by all of them, each its own experts and rows.
+Reading is strict: a missing, extra, mis-shaped or mis-typed tensor is named before anything is used. It proceeds block
+by block: beside the model, memory holds a few blocks and the scales of one tensor. If the model is split over
+processes, all of them read, each its own experts and rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
     targets = {part.name: part for part in held if part.tensor is not None}
     with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
         sources = [source for source in sources if source.name in targets]
-        # first what stays, then what passes through: between the blocks, the scales would scatter over the heap
+        # allocate what stays first: between the blocks, the scales would fragment the heap
         packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
         kept = {s.name: s.kept().clone() for s in sources if s.kept is not None and s.name not in packed}
         for source in sources:
@@ -135,7 +135,7 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
     with Shards(headers) as shards, Shards(scales) as kept:
         sources = []
         for name in headers:
-            if name not in rows and name not in drafter:  # scales, and what others hold
+            if name not in rows and name not in drafter:  # scales, and rows of other processes
                 continue
             if packing := packings.get(name):
                 sources.append(shards.quantised(name, packing, rows.get(name)))
@@ -162,7 +162,7 @@ def _problems(
         if packing is not None:
             try:
                 codes = packing.codes_shape(*shape)
-            except (ValueError, TypeError):  # odd columns; no matrix at all (a drafter's)
+            except (ValueError, TypeError):  # an odd number of columns, or (in a drafter) not a matrix
                 problems.append(f"shape: {name} is {list(shape)}, which cannot be a quantised weight")
                 continue
             parts = [
@@ -225,5 +225,5 @@ def _tokenizer(folder: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is no tokenizer: {error}") from None

@@ -64,7 +64,7 @@ def merge_checkpoints(
 
 
 def _merged(weighted: list[tuple[float, TensorSource]]) -> TensorSource:
-    """One tensor. The scales it was once quantised with come along: whatever tile they still hold keeps its bytes."""
+    """One tensor. Its former quantisation scales are kept: tiles that still fit them keep their bytes."""
     sources = [source for _, source in weighted]
     first = sources[0]
 

@@ -96,7 +96,7 @@ def is_quantised(config: dict[str, Any]) -> bool:
 
 
 class Header(NamedTuple):
-    """What a shard's header says of a tensor; dtype as safetensors spells it."""
+    """What a shard's header says about a tensor; dtype as safetensors spells it."""
 
     path: Path
     dtype: str
@@ -153,11 +153,11 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class TensorSource(NamedTuple):
-    """A tensor on its way from one place to another: `blocks()` are its rows from `start` on in order, a few at a time.
+    """A tensor being copied: `blocks()` yields its rows from `start` on in order, a few at a time.
 
-    shape: of the whole tensor; this process may handle some of its rows, or none. dtype: what it is stored in when
-    nothing else is asked for. kept: the scales of those rows where it was stored quantised before. stored: codes and
-    scales of the same blocks where it is stored quantised now.
+    shape: of the whole tensor; this process may handle only some of its rows, or none. dtype: stored type unless
+    another is requested. kept: the scales of those rows if it was stored quantised before. stored: codes and scales of
+    the same blocks if it is stored quantised now.
     """
 
     name: str
@@ -178,7 +178,7 @@ def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[sl
 
 
 def tile_span(rows: slice, packing: Packing) -> slice:
-    """The rows of scales that belong to some rows of a matrix. They must begin with a tile."""
+    """The rows of scales that belong to some rows of a matrix, which must begin at a tile."""
     assert rows.start % packing.tile_rows == 0, "a tile cannot be split over processes"
     return slice(rows.start // packing.tile_rows, -(-rows.stop // packing.tile_rows))
 
@@ -265,7 +265,7 @@ class Stored(NamedTuple):
 
 
 def packed(source: TensorSource, packing: Packing) -> list[Stored]:
-    """A weight's codes and scales; the scales are made while the codes are written, which comes first."""
+    """A weight's codes and scales; the scales are computed while the codes are written, which must come first."""
     name, shape = source.name, source.shape
     scales: list[Tensor] = []
 
@@ -322,8 +322,9 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
 
 
 def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ONE_RANK) -> None:
-    """Safetensors files, each process its own rows, block by block (the library's own writer wants all of a file in
-    memory). On the disk when this returns. Raises, in every process, if one of them fails or a row is nobody's.
+    """Write safetensors files, each process its own rows, block by block (the library's writer needs a whole file in
+    memory). Everything is on disk when this returns. Raises in every process if one of them fails or a row is written
+    by none.
     """
     layouts = {path: _layout(tensors) for path, tensors in files.items()}
     with all_or_none(ranks):

@@ -96,7 +96,7 @@ def save_pretrained(
 
 
 def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
-    """The weights whose scales were kept, by the processes that hold them."""
+    """The weights whose scales some process has kept."""
     here = [part for part in held if part.tensor is not None and packing_of(part.name)]
     stored = {part.name for part in here if isinstance(part.tensor, PackedWeight)} | scales.keys()
     found = gather_objects((bool(stored), [part.name for part in here if part.name not in stored]), ranks)
@@ -152,7 +152,7 @@ def write_checkpoint(
 
 def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
     def blocks() -> Iterator[Tensor]:
-        if source.kept is not None:  # else another process has them
+        if source.kept is not None:  # otherwise another process has them
             yield source.kept()
 
     first = tile_span(slice(source.start, source.start), packing).start

@@ -13,7 +13,9 @@ from model.parallel.ranks import RankGroup
 
 @contextmanager
 def all_or_none(ranks: RankGroup) -> Iterator[None]:
-    """What all ranks do, or none: when one raises, all raise once all are done, the others an OSError that says why."""
+    """Something that all ranks do, or none: if one raises, all raise once all are done, the others an OSError with the
+    reason.
+    """
     mine = None
     try:
         yield

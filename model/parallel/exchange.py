@@ -12,8 +12,8 @@ from model.parallel.ranks import RankGroup
 
 
 def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int], list[int]]:
-    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank -> how many each has for this
-    rank, of the same shape, and the rows to send to and to receive from every rank.
+    """counts int64 [size, ...], how many rows of each kind this rank has for every rank -> how many each rank has for
+    this one (same shape), and the numbers of rows to send to and receive from every rank.
     """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
@@ -23,15 +23,16 @@ def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int]
 
 def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
     """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
-    what the ranks sent here, in their order. Gradients go back the same way.
+    the rows received, ordered by rank. Gradients return the same way.
 
-    All ranks must take part, also in the backward: it runs as long as anything here needs a gradient on every rank.
+    All ranks must take part, also in the backward pass, which runs if any of these tensors needs a gradient on every
+    rank.
     """
     return _Exchange.apply(send, receive, ranks, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
-    """Several tensors in one node, so that their backward exchanges come in the same order on all ranks."""
+    """Several tensors in one autograd node, so that backward exchanges run in the same order on all ranks."""
 
     @staticmethod
     def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

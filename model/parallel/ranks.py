@@ -1,6 +1,6 @@
-"""How a model is spread over processes: who holds which experts and which rows of the tables.
+"""How a model is split over processes: which process holds which experts and which rows of the tables.
 
-`Parallel()` is one process that holds all. A split parameter is split along its first dimension and says so in
+`Parallel()` is one process that holds everything. A split parameter is split along its first dimension, described by
 `parameter.shard`; a parameter without it is whole on every rank.
 """
 
@@ -18,15 +18,15 @@ class RankGroup:
     """An ordered set of processes that share something. Alone: size 1, no group."""
 
     group: ProcessGroup | None = None
-    rank: int = 0  # own place in it
+    rank: int = 0  # this process's position in it
     size: int = 1
 
     def __deepcopy__(self, memo: dict) -> RankGroup:
-        """A copied model is spread over the same processes."""
+        """A copied model is split over the same processes."""
         return self
 
     def name(self, rank: int) -> str:
-        """How messages call the process at a place of the group: by its rank in the whole world."""
+        """The name of a process of the group in messages: its rank among all processes."""
         return f"rank {dist.get_global_rank(self.group, rank)}"
 
 
@@ -35,12 +35,12 @@ ONE_RANK = RankGroup()
 
 @dataclass(frozen=True)
 class Parallel:
-    """The processes that a model is spread over.
+    """The processes that a model is split over.
 
     experts: ranks that the routed experts of a layer are split over; rank r owns experts [r*E/size, (r+1)*E/size).
     tables: ranks that the rows of the Engram tables are split over, and with `shard_embeddings` those of the token
-        embedding and of the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), the last ones may own
-        fewer or none.
+    embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ones may own fewer
+    or none.
     """
 
     experts: RankGroup = ONE_RANK

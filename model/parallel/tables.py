@@ -1,4 +1,4 @@
-"""Tables whose rows may lie on several ranks: the token embedding, the Engram tables, the head."""
+"""Tables whose rows may be split over ranks: the token embedding, the Engram tables, the head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from model.precision import without_autocast
 
 
 class Lookup(NamedTuple):
-    """Rows of a table: `values` [U, dim], and where among them each row asked for is, `index` int64 of any shape. With
-    `work` they are still on their way: use what `arrived` returns.
+    """Rows of a table: `values` [U, dim], and `index`, int64 of any shape, with the position of each requested row in
+    it. While `work` is set the rows are still being received: use what `arrived` returns.
     """
 
     values: Tensor
@@ -49,7 +49,7 @@ class Table(nn.Embedding, Watched):
     def look_up(self, ids: Tensor) -> Lookup:
         """Fetch the rows `ids` of the whole table, each once, from the ranks that hold them. All ranks must take part.
 
-        The rows arrive while other work goes on. Their gradients return to the owners, summed here first.
+        The rows are received while other work continues. Their gradients are summed here, then returned to the owners.
         """
         shard = self.shard
         if shard.ranks.size == 1:
@@ -78,7 +78,9 @@ class Table(nn.Embedding, Watched):
 
 
 class _Fetch(torch.autograd.Function):
-    """Rows of the shard `weight` that each rank asked for -> rows asked for here. `works` gets what to wait for."""
+    """Rows of the shard `weight` requested by each rank -> rows requested here. What to wait for is added to
+    `works`.
+    """
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup, works: list):

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from train.checkpoint.storage import ShardedTensor
 
 
 class Background:
-    """Writes checkpoints while training goes on, at most one at a time. A context manager: its end waits.
+    """Writes checkpoints while training continues, at most one at a time. A context manager: leaving it waits.
 
-    A checkpoint is copied into host memory (pinned, for a GPU), which is kept for the next one.
+    A checkpoint is copied into host memory (pinned, for a GPU), which is reused for the next one.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,16 @@ class Background:
         try:
             self.wait()
         except BaseException:
-            if kind is None:  # else the run has failed by itself, and says why
+            if kind is None:  # otherwise the run itself has failed and says why
                 raise
 
     def check(self) -> None:
-        """Raise what went wrong in the checkpoint before, as soon as that is known. For every step."""
+        """Raise the error of the previous checkpoint as soon as it is known. Called in every step."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what went wrong."""
+        """Wait for the checkpoint being written. Raises its error."""
         if self._thread is not None:
             self._thread.join()
         error, self._thread, self._error = self._error, None, None
@@ -46,7 +46,7 @@ class Background:
             raise error
 
     def start(self, tensors: dict[str, ShardedTensor], write: Callable[[dict[str, ShardedTensor]], None]) -> None:
-        """Copy the tensors, then ``write`` the copies in a thread. `wait` first."""
+        """Copy the tensors, then ``write`` the copies in a thread. Call `wait` first."""
         copies = {name: spread.copied(self._buffers.setdefault(name, {})) for name, spread in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""``init_from``: a run that begins with the weights, the model and the tokenizer of a checkpoint.
+"""``init_from``: start a run from the weights, the model and the tokenizer of a checkpoint.
 
-What can be named: a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``;
-quantised or not; a run's ``export`` is one), a run directory, or one of its checkpoints.
+Accepted are a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``; quantised or
+not; a run's ``export`` is one), a run directory, or one of its checkpoints.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from train.checkpoint import run_state
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint to begin from: its folder, its model's configuration and the file of its tokenizer."""
+    """A checkpoint to start from: its folder, its model configuration and its tokenizer file."""
 
     folder: Path
     model: dict[str, Any]
     tokenizer: Path
 
     def tokens(self) -> dict[str, Any]:
-        """What makes the ids of a text; exports have a post-processor besides, which a run's own file lacks."""
+        """The parts of the tokenizer that determine the ids of a text; exports also have a post-processor, unlike a
+        run's own file.
+        """
         found = json.loads(self.tokenizer.read_text(encoding="utf-8"))
         return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
@@ -41,7 +43,7 @@ def find_pretrained(name: str) -> Pretrained:
     """The checkpoint that ``init_from`` names. Only the small files are read.
 
     Raises:
-        ValueError: it is none, is incomplete, or its configuration cannot be used.
+        ValueError: it is not a checkpoint, is incomplete, or its configuration cannot be used.
     """
     folder = Path(name).expanduser()
     newest = run_state.latest(folder / "checkpoints")
@@ -62,10 +64,11 @@ def find_pretrained(name: str) -> Pretrained:
 
 
 def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
-    """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start anew.
+    """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start from
+    zero.
 
     Raises:
-        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+        ValueError: a tensor is missing, extra, or has another shape or type; the message names them.
     """
     folder = find_pretrained(name).folder
     if not _is_released(folder):
@@ -96,7 +99,7 @@ def open_pretrained(origin: Pretrained) -> Iterator[Mapping[str, TensorSource]]:
     """Its tensors under their released names, in the order of the model, read a few rows at a time.
 
     Raises:
-        ValueError: a tensor is missing, extra or of another shape or type; the message names them.
+        ValueError: a tensor is missing, extra, or has another shape or type; the message names them.
     """
     with open_folder(origin.folder) if _is_released(origin.folder) else run_state.open_model(origin.folder) as tensors:
         yield tensors

@@ -48,7 +48,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class TrainerState:
-    """The counters of a run; the rest of what resumes lives in model, optimizer, data loader and random generators."""
+    """The counters of a run; everything else that resumes is in model, optimizer, data loader and random generators."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # real tokens trained on
@@ -113,11 +113,12 @@ def load(
     set_data: Callable[[dict[str, Any]], None],
     model_config: dict[str, Any],
 ) -> TrainerState:
-    """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; the counters
-    are returned. All ranks call it together. A rank that was not there before keeps its random generators.
+    """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; returns the
+    counters. All ranks call it together. A rank that did not exist when the state was saved keeps its random
+    generators.
 
     Raises:
-        CheckpointError: the folder is damaged, or belongs to another model, or to other methods; the message names the
+        CheckpointError: the folder is damaged, or belongs to another model or other methods; the message names the
             first difference.
     """
     manifest, index = _read_manifest(folder), storage.read_index(folder)
@@ -135,9 +136,9 @@ def load(
 
 
 def load_model(folder: Path, model: torch.nn.Module) -> None:
-    """Restore parameters, buffers and kept scales alone. All ranks call it together.
+    """Restore parameters, buffers and kept scales only. All ranks call it together.
 
-    Raises ``CheckpointError`` for other names, shapes or types; nothing is changed then.
+    Raises ``CheckpointError`` for other names, shapes or types, before anything is changed.
     """
     _read_manifest(folder)
     index = storage.read_index(folder)
@@ -168,7 +169,7 @@ def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
 
 
 def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> TensorSource:
-    """One released tensor out of what was saved: all of an entry, or one expert of a stack."""
+    """One released tensor from the saved ones: a whole entry, or one expert of a stack."""
     dtype, shape, _ = index[entry]
 
     def blocks() -> Iterator[Tensor]:
@@ -220,7 +221,7 @@ def _warn_once(message: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file whole or not at all."""
+    """Replace a small file, whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
     with naming(path), open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -230,7 +231,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
-    """Where two plain configurations differ first, in words; None if they are equal."""
+    """The first difference between two plain configurations, in words; None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(wanted, Mapping):
         for name in [*wanted, *(name for name in saved if name not in wanted)]:
             found = first_difference(saved.get(name), wanted.get(name), f"{key}.{name}")
@@ -241,15 +242,15 @@ def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
 
 
 def _as_today(model: dict[str, Any]) -> dict[str, Any]:
-    """A saved model configuration with the defaults of keys that there were none of then."""
+    """A saved model configuration, with defaults for keys that did not exist then."""
     try:
         return ModelConfig.from_dict(model).to_dict()
-    except ValueError:  # it has others, which the comparison names
+    except ValueError:  # it has unknown keys, which the comparison names
         return model
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator a step could draw from, as JSON has it."""
+    """The state of every generator that a step could draw from, as JSON."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -260,7 +261,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Undo what was drawn since ``random_state``."""
+    """Restore the generators to a ``random_state``."""
     version, internal, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     random.setstate((version, tuple(internal), gauss))
@@ -275,7 +276,7 @@ def _tensor(content: bytes) -> Tensor:
 
 
 def _agreed(found: bool) -> bool:
-    """What rank 0 found: file systems show a change to some hosts later than to others."""
+    """What rank 0 found: a file system may show a change to some hosts later than to others."""
     answer = [found]
     if (group := storage.group()) is not None:
         dist.broadcast_object_list(answer, src=0, group=group)
@@ -295,8 +296,8 @@ def _rows(tensor: Tensor, shard: Shard) -> ShardedTensor:
 
 
 def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """Of what several ranks hold alike, what this one writes: a copy for the background is of nothing more. Ranks that
-    split a tensor are consecutive, and all of a set of them write their parts of it, or none.
+    """Of what several ranks hold alike, the part that this rank writes; the background copies nothing more. Ranks that
+    split a tensor are consecutive, and a set of them writes all of its parts or none.
     """
     share = {}
     for number in {spread.parts for spread in tensors.values()}:
@@ -320,14 +321,14 @@ def _scale_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """(name, method, parameter) of everything the optimizer knows."""
+    """(name, method, parameter) of everything in the optimizer."""
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield name, group["method"], parameter
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
-    """The state of the parameters this rank updates; a step count is a 0-d tensor."""
+    """The state of the parameters that this rank updates; a step count is a 0-d tensor."""
     tensors = {}
     for name, _, parameter in _named(optimizer):
         shard = getattr(parameter, "shard", None)
@@ -339,7 +340,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, ShardedTen
 
 
 def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index) -> None:
-    """Replace the optimizer's state. Rows that nobody had a state of begin with zeros, as at their first step."""
+    """Replace the optimizer's state. Rows without a saved state start with zeros, as at their first step."""
     keys: dict[str, list[str]] = {}
     for entry in index:
         if entry.startswith(OPTIMIZER):

@@ -1,12 +1,12 @@
-"""Tensors spread over ranks, on disk: torch.distributed.checkpoint (DCP) over safetensors files and a JSON index.
+"""Tensors split over ranks, on disk: torch.distributed.checkpoint (DCP) over safetensors files and a JSON index.
 
-DCP plans who writes what, and which saved pieces a process of another layout reads. Its own storage keeps the plan as a
-pickle, and reads it as one; here nothing is ever unpickled. Nor are tensors wrapped as DTensors: a piece says itself
-which rows of the whole it is (`ShardedTensor`), which works without a process group, and where a rank holds several.
+DCP plans who writes what, and which saved pieces a process of another layout reads. DCP's own storage writes the plan
+as a pickle; here nothing is ever unpickled. Nor are tensors wrapped as DTensors: a piece says itself which rows of the
+whole it is (`ShardedTensor`), which works without a process group and if a rank holds several pieces.
 
 A folder holds ``rank-00000.safetensors`` for every rank that had something to write, and ``tensors.json``: for every
 tensor its type, its shape and its chunks (first row, rows, file). A chunk that is not the whole tensor is stored under
-``name[first:end]``. A folder gets its name only after all ranks' files have reached the disk.
+``name[first:end]``. A folder gets its name only after the files of all ranks have reached the disk.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class CheckpointError(InputError):
 
 @dataclasses.dataclass
 class ShardedTensor:
-    """What this process has of a tensor that is split along its first axis: pieces, each with its first row.
+    """This process's pieces of a tensor that is split along its first axis, each with its first row.
 
-    DCP's protocol for tensors of one's own (the methods with underscores, and ``size``).
+    Implements DCP's protocol for custom tensors (the methods with underscores, and ``size``).
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -72,12 +72,12 @@ class ShardedTensor:
 
     @classmethod
     def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> ShardedTensor:
-        """A tensor that is the rows from ``start`` on of ``total``, which are split over ``parts`` ranks."""
+        """A piece: rows from ``start`` on of a tensor with ``total`` rows, split over ``parts`` ranks."""
         shape = (total, *tensor.shape[1:])
         return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
 
     def copied(self, buffers: dict[int, Tensor]) -> ShardedTensor:
-        """The same in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
+        """A copy in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
         for start, piece in self.pieces.items():
             buffer = buffers.get(start)
             if buffer is None or buffer.shape != piece.shape:
@@ -127,10 +127,10 @@ Index = dict[str, Entry]
 
 
 def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Path, Index], None]) -> None:
-    """Write this process's pieces; all ranks call it together. What several have, one writes.
+    """Write this process's pieces; all ranks call it together. What several ranks hold, one of them writes.
 
-    ``finish(folder, index)`` runs in rank 0 once every rank's tensors are on the disk: small files belong there. Then
-    the folder gets its name. If anything fails in any rank, nothing is left and all ranks raise.
+    ``finish(folder, index)`` runs on rank 0 once the tensors of all ranks are on disk, to add small files. Then the
+    folder gets its name. If anything fails on any rank, nothing is left and all ranks raise.
 
     Raises:
         OSError: the disk is full or refuses.
@@ -143,9 +143,9 @@ def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Pa
 
 
 def load(folder: Path, tensors: Mapping[str, ShardedTensor], index: Index) -> None:
-    """Fill this process's pieces from the rows that were saved, whoever saved them; all ranks call it together.
+    """Fill this process's pieces from the saved rows, whoever saved them; all ranks call it together.
 
-    ``tensors`` name entries of ``index``, in their shapes. Rows that nobody saved are left as they are.
+    ``tensors`` name entries of ``index`` and have their shapes. Rows that were not saved are left unchanged.
 
     Raises:
         CheckpointError: a file is damaged or missing; the message names it.
@@ -220,20 +220,22 @@ def complete(entry: Entry) -> bool:
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """What to say of a file that cannot be read."""
+    """The message about a file that cannot be read."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     advice = f"Delete {path.parent} to continue from the checkpoint before it"
     return CheckpointError(f"{path} cannot be read: {reason}. {advice}")
 
 
 def group() -> dist.ProcessGroup | None:
-    """The processes of this run, by way of the CPU; None if this is the only one. All ranks call it together first."""
+    """A CPU group of all processes of this run; None if there is only one. All ranks must call it together the first
+    time.
+    """
     return _cpu_group(dist.group.WORLD) if dist.is_initialized() else None
 
 
 @cache
 def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Checkpoints are written beside the training steps, so they must not share their group."""
+    """A separate group, since checkpoints are written concurrently with training steps."""
     return dist.new_group(backend="gloo")
 
 
@@ -263,7 +265,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what went wrong in the first rank that failed, in place of DCP's collection of tracebacks."""
+    """Raise the error of the first rank that failed, instead of DCP's collection of tracebacks."""
     try:
         yield
     except CheckpointException as collected:
@@ -285,7 +287,7 @@ def _removed_on_failure(writer: _Writer) -> Iterator[None]:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's own, but that rows may be missing: some have no optimizer state yet."""
+        """DCP's own plan, except that rows may be missing: some have no optimizer state yet."""
         return dcp.default_planner.create_default_global_save_plan(dedup_save_plans(all_plans))
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
