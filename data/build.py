@@ -67,8 +67,8 @@ def build_loaders(
     refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
     kind, special = SOURCES[cfg.source], special_ids(tokenizer)
     # Conversations may have images if model and tokenizer support them; otherwise each one with an image is refused.
-    with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
-    settings = VisionSettings.from_config(vision) if with_images else None
+    with_images = kind.images or (kind.conversations and special.image is not None)
+    settings = VisionSettings.from_config(vision) if with_images and vision is not None else None
     collator = Collator(seq_len, special, settings)
     train_source, validation_source = open_sources(cfg)
 

@@ -79,8 +79,8 @@ def check_data(
     """
     refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, 1, 0, 1, vision))
     kind, special = SOURCES[cfg.source], special_ids(tokenizer)
-    with_images = kind.images or (kind.conversations and vision is not None and special.image is not None)
-    settings = VisionSettings.from_config(vision) if with_images else None
+    with_images = kind.images or (kind.conversations and special.image is not None)
+    settings = VisionSettings.from_config(vision) if with_images and vision is not None else None
     encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=kind.conversations)
     names = ("training", "validation")
     return {name: _read(source, encoder) for name, source in zip(names, open_sources(cfg), strict=True)}

@@ -62,11 +62,13 @@ class Collator:
 
     def _images(self, ids: np.ndarray, pictures: list[tuple[int, int, Picture]]) -> dict[str, np.ndarray]:
         """The tensors of the images, each of which takes the first free span of image tokens in its document."""
-        size = self.vision.patch_size
+        vision = self.vision
+        assert vision is not None
+        size = vision.patch_size
         types = np.full(ids.shape, TEXT, np.int64)
         patches, grids = [np.zeros((0, 3, size, size), np.float32)], []
         for row, first, picture in pictures:
-            pixels, grid = preprocess(picture.open(), self.vision)
+            pixels, grid = preprocess(picture.open(), vision)
             free = (ids[row, first:] == self.special.image) & (types[row, first:] == TEXT)
             begin = first + int(free.argmax())
             types[row, begin : begin + grid.num_tokens] = grid.token_types()

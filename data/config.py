@@ -140,6 +140,7 @@ class DataConfig:
         if self.source not in SOURCES:
             return []
         kind = SOURCES[self.source]
+        checks: list[tuple[bool, str, object, str]]
         if kind.paths == "nothing":
             rule = f"must be empty: source={self.source} brings its own data"
             checks = [

@@ -96,6 +96,8 @@ class Source(Protocol):
 def _key(part: Part) -> str:
     if isinstance(part, Tokens):
         return repr((part.ids, part.supervised))
+    if isinstance(part, Control):
+        raise TypeError(f"{part} is no part of plain text")
     return part if isinstance(part, str) else part.key
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.digits import DigitSource
-from data.document import hash_share
+from data.document import Picture, hash_share
 from data.errors import BadRecordPolicy
 from data.files import stdlib_files
 
@@ -44,7 +44,7 @@ def modules() -> tuple[list[dict], list[dict]]:
 
 def digits() -> tuple[list[dict], list[dict]]:
     """Questions for the digit in an image: for training, and held out by a hash of the pixels."""
-    return tuple(list(_digits(split)) for split in ("train", "validation"))
+    return list(_digits("train")), list(_digits("validation"))
 
 
 EXAMPLES = {"modules": modules, "digits": digits}
@@ -86,6 +86,7 @@ def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
 def _digits(split: str) -> Iterator[dict]:
     for document, _ in DigitSource(split, HELD_OUT_DIGITS).read(BadRecordPolicy("stop")):
         picture, name = document.parts
+        assert isinstance(picture, Picture) and isinstance(name, str)
         file = io.BytesIO()
         picture.open().save(file, "PNG")
         image = {"type": "image", "image": {"base64": base64.b64encode(file.getvalue()).decode()}}

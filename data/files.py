@@ -39,7 +39,7 @@ FOREIGN_BYTE_ORDER_MARKS = (
 )
 
 # How a packed file begins, and what unpacks it. The beginning decides, whatever the file is called.
-PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 ZSTD = b"\x28\xb5\x2f\xfd"
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 

@@ -87,7 +87,7 @@ def plan_grid(width: int, height: int, vision: VisionSettings) -> Grid:
     """
     patch = vision.patch_size
     if vision.max_wh_ratio is not None:
-        width = min(width, height * vision.max_wh_ratio)
+        width = min(width, height * vision.max_wh_ratio)  # type: ignore[assignment]  # a length, not pixels from here on
     if width * height < vision.min_pixels:
         ratio = (vision.min_pixels / (width * height)) ** 0.5
         width, height = int(width * ratio), int(height * ratio)
@@ -149,11 +149,10 @@ def as_shown(image: Image.Image) -> Image.Image:
     grey; what is transparent shows white. Raises `AmbiguousImage` where there is no one picture: several frames or
     pages, and pixel values without a defined white.
     """
-    if getattr(image, "n_frames", 1) > 1 and image.format not in STILL_FORMATS:
-        raise AmbiguousImage(
-            f"it has {image.n_frames} frames or pages; save the ones to train on as images of their own"
-        )
-    image = ImageOps.exif_transpose(image)
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format not in STILL_FORMATS:
+        raise AmbiguousImage(f"it has {frames} frames or pages; save the ones to train on as images of their own")
+    image = ImageOps.exif_transpose(image) or image
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
@@ -161,9 +160,8 @@ def as_shown(image: Image.Image) -> Image.Image:
             "its pixels are floating-point numbers, of which none is defined as white; convert it to 8 bit"
         )
     if image.mode == "LAB":
-        image = ImageCms.profileToProfile(
-            image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB"
-        )
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        image = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB") or image
     alpha = None
     if image.has_transparency_data:
         alpha = image.convert("RGBA").getchannel("A")
@@ -195,7 +193,7 @@ def _in_srgb(image: Image.Image) -> Image.Image:
             mode = {"GRAY": "L", "CMYK": "CMYK"}.get(source.profile.xcolor_space.strip(), "RGB")
             if "sRGB" not in ImageCms.getProfileDescription(source) and (mode == "CMYK") == (image.mode == "CMYK"):
                 target = ImageCms.createProfile("sRGB")
-                return ImageCms.profileToProfile(image.convert(mode), source, target, outputMode="RGB")
+                return ImageCms.profileToProfile(image.convert(mode), source, target, outputMode="RGB") or image
         except (ImageCms.PyCMSError, OSError):
             pass
     elif gamma and "srgb" not in image.info and abs(gamma / DISPLAY_GAMMA - 1) > 0.05:

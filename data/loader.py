@@ -103,11 +103,13 @@ class TrainLoader:
             self._go_to_next_window()
 
     def _go_to_next_window(self) -> None:
-        if self._window.after is None:
+        assert self._window is not None
+        after = self._window.after
+        if after is None:
             self.epoch, self._number = self.epoch + 1, 0
         else:
             self._number += 1
-        self._start, self._row, self._window = self._window.after, 0, None
+        self._start, self._row, self._window = after, 0, None
 
     def _load(self) -> PackingWindow:
         """The window at the current position, prefetched or not; then prefetch the one after it."""
@@ -116,7 +118,7 @@ class TrainLoader:
             return self.windows.load(*wanted)
         found, future = self._prefetched or (None, None)
         self._prefetched = None  # if loading fails, there is nothing to fall back on
-        if found != wanted:
+        if future is None or found != wanted:
             if future is not None:
                 future.cancel()
             future = self._reader.submit(self.windows.load, *wanted)
@@ -173,6 +175,7 @@ def _targets(window: PackingWindow, special: SpecialIds) -> tuple[int, int]:
     """How many tokens of the rows have a label (see `Collator`), and how many source bytes are behind them."""
     store, rows = window.store, window.rows
     tokens = num_bytes = 0
+    assert store.byte_counts is not None, "a validation store counts bytes"
     for document, start, length in zip(rows.document, rows.start, rows.length, strict=True):
         first = int(store.offsets[document] + start)
         span = slice(first + 1, first + int(length))

@@ -78,7 +78,7 @@ class _Records:
     format: one of `data.format`; "auto" recognises each record by its keys.
     """
 
-    formats = ("text", "tokens")
+    formats: tuple[str, ...] = ("text", "tokens")
     several = False  # whether a record can become several documents
 
     def __init__(self, field: str, format: str = "auto"):
@@ -145,7 +145,7 @@ class RecordFiles(_Files, _Records):
             path = self.files[index].path
             try:
                 items = read_records(path, tuple(start), policy, partial(self.columns, str(path)))
-                numbered = (
+                numbered: Iterator[tuple[Any, int, list, Callable[[], list]]] = (
                     (item.record, item.line, [index, *item.before], partial(list, (index, *item.after)))
                     for item in items
                 )

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -25,8 +26,8 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 IMAGE, USER, ASSISTANT, SYSTEM = "<｜deepseek_image｜>", "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"
 # Reserved for the drafter, so that training one later does not change the vocabulary.
 NOISE = "<｜place▁holder▁no▁0｜>"
-CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, USER, ASSISTANT, SYSTEM)
-CONTROL_TOKENS += ("<think>", "</think>", "<tool_result>", "</tool_result>", NOISE)
+THINKING, TOOLS = ("<think>", "</think>"), ("<tool_result>", "</tool_result>")
+CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, USER, ASSISTANT, SYSTEM, *THINKING, *TOOLS, NOISE)
 
 # Words with one leading space, groups of up to three digits (as in the released tokenizer), runs of symbols with the
 # line end after them, line ends with the blank lines before them, then indentation up to the last space.
@@ -59,7 +60,7 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
         "image": (IMAGE, "<|image|>", "<image>", "<|image_pad|>"),
         "noise": (NOISE,),
     }
-    found = {role: _first_id(tokenizer, spellings) for role, spellings in alternatives.items()}
+    found: dict[str, Any] = {role: _first_id(tokenizer, spellings) for role, spellings in alternatives.items()}
     if found["eos"] is None:
         tried = ", ".join(alternatives["eos"])
         raise ValueError(f"data.tokenizer: no end-of-text token among {tried}; add one to the tokenizer's added_tokens")

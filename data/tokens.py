@@ -154,7 +154,7 @@ class Encoder:
         if self.count_bytes:
             counts.append(num_bytes - sum(counts))
             byte_counts = np.array(counts, np.uint32)
-        if self.conversations:
+        if self.conversations and document.supervised is not None:
             lengths = np.diff([0, *ends, len(ids)])  # BOS goes with the first part, EOS with the last
             loss_mask = np.repeat([*document.supervised, document.supervised[-1]], lengths)
             for part, end in zip(document.parts, ends, strict=True):
@@ -185,7 +185,7 @@ class Encoder:
             spelling = self.tokenizer.id_to_token(token)
             added = token in self.tokenizer.get_added_tokens_decoder()
             whole = len(self.tokenizer.decode([token]).encode())
-            self._widths[token] = 0 if added else len(spelling) if self._byte_level else whole
+            self._widths[token] = 0 if added else len(spelling or "") if self._byte_level else whole
         return self._widths[token]
 
     def _span(self, part: Picture | Control, document: Document) -> list[int]:
@@ -194,6 +194,7 @@ class Encoder:
             if self.vision is None:
                 detail = "the model has no vision_config, or the tokenizer no image token"
                 raise DataError(document.file, document.line, "image for a model without vision", detail)
+            assert self.special.image is not None, "a vision encoder has an image token"
             return [self.special.image] * plan_grid(part.width, part.height, self.vision).num_tokens
         ids = control_ids(self.tokenizer, part)
         if self.tokenizer.token_to_id(part.spelling) is None and part.spelling != EOS:
@@ -217,8 +218,8 @@ def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
     """
     position = None
     if not text.isascii():
-        widths = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        widths = 1 + (widths >= 0x80).astype(np.int64) + (widths >= 0x800) + (widths >= 0x10000)
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
         position = np.concatenate([[0], np.cumsum(widths)])
     counts, done = [], 0
     for _, end in offsets:
@@ -311,7 +312,7 @@ def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Pa
 
 
 def _append(file: BinaryIO, values: np.ndarray) -> None:
-    file.write(memoryview(values).cast("B"))
+    file.write(values.data.cast("B"))
 
 
 def _map(path: Path, dtype: type) -> np.ndarray:

@@ -97,7 +97,7 @@ class _Shapes:
         """A turn of {"from", "value"} as a message; one that is a message already stays as it is."""
         if not isinstance(turn, dict) or "role" in turn:
             return turn
-        role = ROLES.get(turn.get("from"))
+        role = ROLES.get(str(turn.get("from")))
         if role is None:
             raise self.bad("unknown role", f"turn {number} is from {turn.get('from')!r}; known are {', '.join(ROLES)}")
         message = {key: value for key, value in turn.items() if key not in ("from", "value")}

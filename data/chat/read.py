@@ -251,7 +251,7 @@ class _Reader:
         if len({call.id for call in calls}) < len(calls):
             raise self.bad("wrong tool call", f"message {number}: two calls have the same id")
         content = () if calls and item.get("content") is None else self._content(item, number)
-        if not calls and not "".join(content).strip():
+        if not calls and not "".join(map(str, content)).strip():
             raise self.bad("empty message", f"message {number} (assistant) has neither text nor tool calls")
         reasoning = encodable(reasoning or "", self.file, self.line)
         return Message("assistant", content, reasoning, calls, supervised=all(weights.values()))
@@ -284,7 +284,7 @@ class _Reader:
         """The function schemas of tools in the OpenAI shape."""
         if not isinstance(tools, list):
             raise self.bad("wrong tools", "tools must be a list")
-        functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
+        functions: list[Any] = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
         for function in functions:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 shape = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
@@ -434,7 +434,7 @@ def _in_call_order(
 ) -> list[tuple[str | None, tuple[Part, ...]]]:
     """The blocks of a user turn, its tool results sorted by the order of their calls."""
     order = {call.id: number for number, call in enumerate(calls)}
-    results = iter(sorted((block for block in blocks if block[0] is not None), key=lambda block: order[block[0]]))
+    results = iter(sorted((block for block in blocks if block[0] is not None), key=lambda block: order[str(block[0])]))
     return [block if block[0] is None else next(results) for block in blocks]
 
 
