@@ -1,4 +1,4 @@
-"""Print how far the model is from the golden numbers: the figures of the README's table.
+"""Print how far the model is from the golden numbers: the figures of the table in docs/architecture.md.
 
     python -m tests.model.golden_table
 

@@ -156,9 +156,10 @@ def test_gradients(named) -> None:
 @pytest.mark.parametrize("attention", PATHS)
 @pytest.mark.parametrize("name", EXACT + TRUE_SIZES)
 def test_without_help(name: str, attention: str) -> None:
-    """Plain runs, nothing taken from the oracle. On the machine that the README's table comes from all of EXACT is
-    within 3e-4; on another, noise may put a cache value on the other side of a rounding edge, and with it every token
-    that sees it, or sees what it made an indexer select. So the rule is for the nearest quarter of the tokens.
+    """Plain runs, nothing taken from the oracle. On the machine that the table in docs/architecture.md comes from, all
+    of EXACT is within 3e-4; on another, noise may put a cache value on the other side of a rounding edge, and with it
+    every token that sees it, or sees what it made an indexer select. So the rule is for the nearest quarter of the
+    tokens.
     """
     oracle = load_oracle(name)
     with torch.no_grad():
