@@ -14,6 +14,7 @@ MOVED = {
     "optim.balance_rate": "optim.router_bias_rate",
     "runtime.balance_coef": "loss.router_balance",
     "runtime.indexer_coef": "loss.indexer_kl",
+    "rl.loss.drift": "rl.loss.off_policy_threshold",
 }
 
 
@@ -29,12 +30,24 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration saved with old keys, converted to the new ones."""
     tree = copy.deepcopy(dict(saved))
     for old, new in MOVED.items():
-        (section, leaf), (target, name) = old.split("."), new.split(".")
-        if not isinstance(tree.get(section), dict) or leaf not in tree[section]:
+        section, leaf = _section(tree, old, make=False)
+        if not isinstance(section, dict) or leaf not in section:
             continue
-        value = tree[section].pop(leaf)
+        value = section.pop(leaf)
         if old == "task.accumulation":
-            kind, micro_batch = (tree[section].get(key) for key in ("kind", "micro_batch"))
+            kind, micro_batch = (section.get(key) for key in ("kind", "micro_batch"))
             value = None if kind in ("rl", "distill") else value * (micro_batch or 1)
-        tree.setdefault(target, {})[name] = value
+        target, name = _section(tree, new, make=True)
+        target[name] = value
     return tree
+
+
+def _section(tree: dict[str, Any], key: str, make: bool) -> tuple[Any, str]:
+    """The section that a key stands in, None or made if there is none, and the key's last part."""
+    *sections, leaf = key.split(".")
+    found: Any = tree
+    for name in sections:
+        if make:
+            found.setdefault(name, {})
+        found = found.get(name) if isinstance(found, dict) else None
+    return found, leaf

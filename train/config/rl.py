@@ -41,7 +41,8 @@ class PolicyLoss:
 
     clip_low: Annotated[float, Field(gt=0, lt=1)]
     clip_high: PositiveFloat
-    drift: PositiveFloat | None  # nats per token: bad responses that are further off-policy are masked
+    # Responses of negative advantage are masked whose mean log-ratio of old to new policy (nats per token) is above this.
+    off_policy_threshold: PositiveFloat | None
     kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
 
 
@@ -59,7 +60,7 @@ class RlConfig:
     length: LengthTerm | None  # task=rl
     loss: PolicyLoss | None  # task=rl
     staleness: NonNegativeInt  # tokens older than this many policy versions are not trained on
-    # Responses started for later steps, as a share of a step's; 0: none. A step takes the subgroups that are complete
+    # Responses started for later steps, as a share of a step's; 0: none. A step takes the groups that are complete
     # first, so the first steps favour short responses and low efforts; long ones follow later, with more tokens that
     # `staleness` excludes. Every response is trained on once, except those left over at the end of the run.
     ahead: NonNegativeFloat

@@ -204,7 +204,7 @@ def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> I
     if rl.prompts % ranks:
         yield f"prompts = {rl.prompts}: must be a multiple of parallel.world_size = {ranks}. Choose one"
     if rl.in_flight < max(rl.samples):
-        rule = f"a subgroup of {max(rl.samples)} responses must fit"
+        rule = f"a group of {max(rl.samples)} responses must fit"
         yield f"in_flight = {rl.in_flight}: {rule}. Raise it"
     if rl.max_tokens >= seq_len:
         rule = f"with its prompt, a response must fit a row of task.seq_len = {seq_len}"

@@ -1,4 +1,4 @@
-"""Graded subgroups -> packed rows with the inputs of the objective, and the numbers of a step.
+"""Graded groups -> packed rows with the inputs of the objective, and the numbers of a step.
 
 All tensors of a batch are aligned with its labels: a token's value is at the token's position. Labels are -100 at
 prompts and at response tokens that are too stale to be trained on.
@@ -16,8 +16,8 @@ from torch import Tensor
 from data.packing import pack_rows
 from model.generation import Sample
 from train.config.rl import LengthTerm
-from train.rl.collect import Response, Subgroup
-from train.rl.effort import centre, length_reward
+from train.rl.collect import Group, Response
+from train.rl.effort import group_relative_advantages, length_reward
 from train.rl.rollout.base import routing_of
 
 IGNORE = -100
@@ -47,12 +47,12 @@ class Scored:
     rewards: Tensor  # fp64 [N]
     advantages: Tensor  # fp64 [N]
     informative: Tensor  # bool [N]
-    subgroups: int
-    skipped: int  # subgroups without variance
+    groups: int
+    zero_variance: int  # groups in which all rewards are equal: they teach nothing
 
 
-def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
-    """Rewards with the length term (if there is one), mean-centred in every subgroup."""
+def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
+    """Rewards with the length term (if there is one), mean-centred in every group."""
     responses = [response for group in groups for response in group.responses]
     owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
     efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
@@ -61,9 +61,9 @@ def score(groups: Sequence[Subgroup], length: LengthTerm | None, trained: Sequen
     if length is not None:
         lengths = torch.tensor([response.length for response in responses])
         rewards = rewards + length_reward(length, lengths, efforts, trained)
-    advantages, informative = centre(rewards, owner)
-    skipped = len(groups) - len(owner[informative].unique())
-    return Scored(responses, tasks, efforts, rewards, advantages, informative, len(groups), skipped)
+    advantages, informative = group_relative_advantages(rewards, owner)
+    zero_variance = len(groups) - len(owner[informative].unique())
+    return Scored(responses, tasks, efforts, rewards, advantages, informative, len(groups), zero_variance)
 
 
 def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
@@ -97,7 +97,7 @@ def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
     return {
         "input_ids": torch.full(places, shape.pad),
         "labels": torch.full(places, IGNORE),
-        "behaviour": torch.zeros(places),
+        "old_log_probs": torch.zeros(places),
         "advantage": torch.zeros(places),
         "response": torch.zeros(places, dtype=torch.int64),
         "routing": torch.full((*places, shape.layers, shape.experts_per_token), -1, dtype=torch.int16),
@@ -111,7 +111,7 @@ def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batc
     fresh = torch.tensor(sample.versions) >= version - shape.staleness
     piece["input_ids"] = ids
     piece["labels"][start:] = ids[start:].masked_fill(~fresh, IGNORE)
-    piece["behaviour"][start:] = torch.tensor(sample.log_probs)
+    piece["old_log_probs"][start:] = torch.tensor(sample.log_probs)
     piece["advantage"][start:] = advantage
     piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
     piece["prompt_len"] = torch.tensor(start)  # labels do not show it where the first tokens are stale

@@ -1,8 +1,8 @@
-"""Collecting responses: when each prompt starts, when responses are graded, and which subgroups a step trains on.
+"""Collecting responses: when each prompt starts, when responses are graded, and which groups a step trains on.
 
-Subgroup number n holds the responses to prompt n // efforts under effort n % efforts. A subgroup starts as soon as
+Group number n holds the responses to prompt n // efforts under effort n % efforts. A group starts as soon as
 enough other responses have finished for it to fit within two limits: the responses being written, and those sent out
-but not yet trained on, so that none becomes much older than the policy. A step takes the first subgroups that are
+but not yet trained on, so that none becomes much older than the policy. A step takes the first groups that are
 complete.
 """
 
@@ -40,7 +40,7 @@ class Response:
 
 
 @dataclass
-class Subgroup:
+class Group:
     """The responses to one prompt under one effort, by member."""
 
     number: int
@@ -60,15 +60,15 @@ class Subgroup:
 class SamplingPlan:
     """What is sampled, and its limits. All counts are per process.
 
-    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the subgroups of a prompt. subgroups: in a
+    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the groups of a prompt. groups: in a
     step. in_flight: the most responses written at once. ahead: responses sent out but not yet trained on, at most (1 +
-    ahead) times a step's; but a step's worth of subgroups may always be started, even if those left over are the
+    ahead) times a step's; but a step's worth of groups may always be started, even if those left over are the
     largest.
     """
 
     efforts: tuple[int, ...]
     sizes: tuple[int, ...]
-    subgroups: int
+    groups: int
     max_tokens: int
     max_length: int
     temperature: float
@@ -80,43 +80,43 @@ class SamplingPlan:
 
     @property
     def outstanding(self) -> int:
-        """Responses that may be sent out and not yet trained on, once a step's subgroups are."""
-        per_step = self.subgroups * sum(self.sizes) / len(self.sizes)
+        """Responses that may be sent out and not yet trained on, once a step's groups are."""
+        per_step = self.groups * sum(self.sizes) / len(self.sizes)
         return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
 
 
 class Collector:
-    """Keeps a rollout busy and returns graded subgroups. Deterministic if the rollout is."""
+    """Keeps a rollout busy and returns graded groups. Deterministic if the rollout is."""
 
     def __init__(self, plan: SamplingPlan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
         self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards
         self.tokenizer = tokenizer
         self.eos, self.end_think = special_ids(tokenizer).eos, tokenizer.token_to_id("</think>")
-        self.next = 0  # number of subgroups that this process has started
-        self.open: dict[int, Subgroup] = {}  # being written, by subgroup number
-        self.ready: list[Subgroup] = []  # all samples complete, in order of completion
-        self.owner: dict[int, tuple[int, int]] = {}  # sample id -> subgroup, member
-        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by subgroup: length, pending reward
+        self.next = 0  # number of groups that this process has started
+        self.open: dict[int, Group] = {}  # being written, by group number
+        self.ready: list[Group] = []  # all samples complete, in order of completion
+        self.owner: dict[int, tuple[int, int]] = {}  # sample id -> group, member
+        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by group: length, pending reward
 
     @property
     def outstanding(self) -> int:
         """Responses sent out and not yet returned by ``collect``."""
         return sum(group.size for group in (*self.open.values(), *self.ready))
 
-    def collect(self, stop: Callable[[], bool] = lambda: False) -> list[Subgroup] | None:
-        """The graded subgroups of the next step; None as soon as ``stop`` returns True."""
-        while len(self.ready) < self.plan.subgroups:
+    def collect(self, stop: Callable[[], bool] = lambda: False) -> list[Group] | None:
+        """The graded groups of the next step; None as soon as ``stop`` returns True."""
+        while len(self.ready) < self.plan.groups:
             if stop():
                 return None
             self._dispatch()
             for sample in self.rollout.poll():
                 self._receive(sample)
-        chosen = self.ready[: self.plan.subgroups]
+        chosen = self.ready[: self.plan.groups]
         grades = [grade for group in chosen for _, grade in self._grades[group.number]]
         while wait([grade for grade in grades if isinstance(grade, Future)], timeout=STOP_SECONDS).not_done:
             if stop():
                 return None
-        self.ready = self.ready[self.plan.subgroups :]
+        self.ready = self.ready[self.plan.groups :]
         for group in chosen:
             graded = self._grades.pop(group.number)
             group.responses = [
@@ -125,8 +125,8 @@ class Collector:
             ]
         return chosen
 
-    def put_back(self, groups: list[Subgroup]) -> None:
-        """Undo a ``collect`` whose subgroups were not trained on."""
+    def put_back(self, groups: list[Group]) -> None:
+        """Undo a ``collect`` whose groups were not trained on."""
         self.ready = [*groups, *self.ready]
         for group in groups:
             self._grades[group.number] = [(response.length, response.outcome) for response in group.responses]
@@ -137,19 +137,19 @@ class Collector:
             prompt, kind = divmod(self.next, len(plan.efforts))
             size = plan.sizes[kind]
             begun = len(self.open) + len(self.ready)
-            full = begun >= plan.subgroups and self.outstanding + size > plan.outstanding
+            full = begun >= plan.groups and self.outstanding + size > plan.outstanding
             if full or self.rollout.in_flight + size > plan.in_flight:
                 return
             prompt = prompt * plan.ranks + plan.rank
             task, record = self.prompts.at(prompt)
-            group = Subgroup(prompt * len(plan.efforts) + kind, task, record, plan.efforts[kind], size)
+            group = Group(prompt * len(plan.efforts) + kind, task, record, plan.efforts[kind], size)
             for member, request in enumerate(self.requests(group)):
                 self.owner[self.rollout.submit(request)] = group.number, member
             self.open[group.number] = group
             self.next += 1
 
-    def requests(self, group: Subgroup) -> list[Request]:
-        """One request for each response. The draws depend on the subgroup's number and the member only, not on which
+    def requests(self, group: Group) -> list[Request]:
+        """One request for each response. The draws depend on the group's number and the member only, not on which
         process runs them.
         """
         plan = self.plan
@@ -166,7 +166,7 @@ class Collector:
             self.ready.append(self.open.pop(number))
             self._grade(group)
 
-    def _grade(self, group: Subgroup) -> None:
+    def _grade(self, group: Group) -> None:
         grades = []
         for member in range(group.size):
             length, texts = self.read(group.samples[member])
@@ -226,12 +226,12 @@ def draw_seed(*key: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 
-def _packed(group: Subgroup) -> dict[str, Any]:
+def _packed(group: Group) -> dict[str, Any]:
     fields = ("number", "task", "record", "effort", "size")
     samples = {member: pack_sample(sample) for member, sample in group.samples.items()}
     return {**{name: getattr(group, name) for name in fields}, "samples": samples}
 
 
-def _unpacked(state: dict[str, Any]) -> Subgroup:
+def _unpacked(state: dict[str, Any]) -> Group:
     samples = {member: unpack_sample(sample) for member, sample in state["samples"].items()}
-    return Subgroup(**{**state, "samples": samples})
+    return Group(**{**state, "samples": samples})

@@ -1,11 +1,11 @@
-"""Reasoning effort in the reward: the length term and the subgroups (V4.1 report, arXiv 2609.19969, post-training).
+"""Reasoning effort in the reward: the length term and the groups (V4.1 report, arXiv 2609.19969, post-training).
 
 The reward of a response with ``len`` reasoning tokens under effort b is its task's reward plus
 
     r_len = -min(C_max, k(b) * len / L_norm),    k(b) = k0 * exp(-(b - b_min) / tau),    tau = lambda * mean spacing
 
 where b_min and the mean spacing are those of the efforts being trained: the lower the effort, the more a token costs.
-Rewards are compared only inside a subgroup, the responses to one prompt under one effort, so efforts never compete with
+Rewards are compared only inside a group, the responses to one prompt under one effort, so efforts never compete with
 each other.
 """
 
@@ -40,14 +40,14 @@ def mean_spacing(efforts: Sequence[int]) -> float:
     return (max(efforts) - min(efforts)) / max(len(efforts) - 1, 1)
 
 
-def centre(rewards: Tensor, subgroup: Tensor) -> tuple[Tensor, Tensor]:
-    """(advantages fp64 [N], informative bool [N]) of rewards [N] in the subgroups int64 [N].
+def group_relative_advantages(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(advantages fp64 [N], informative bool [N]) of rewards [N] in the groups int64 [N].
 
-    An advantage is the reward minus the mean of its subgroup, not divided by the standard deviation. A subgroup of
+    An advantage is the reward minus the mean of its group, not divided by the standard deviation. A group of
     equal rewards gives no gradient and is not informative.
     """
-    same_vector(rewards=rewards, subgroup=subgroup)
-    _, member, count = subgroup.unique(return_inverse=True, return_counts=True)
+    same_vector(rewards=rewards, group=group)
+    _, member, count = group.unique(return_inverse=True, return_counts=True)
     rewards = rewards.double()
     zeros = rewards.new_zeros(len(count))
     mean = zeros.index_add(0, member, rewards) / count

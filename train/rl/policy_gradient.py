@@ -1,4 +1,4 @@
-"""``task=rl``: the policy gradient on graded responses whose rewards differ inside their subgroup."""
+"""``task=rl``: the policy gradient on graded responses whose rewards differ inside their group."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class PolicyGradient:
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """The informative responses as packed batches. Counts: those of ``train.rl.batch.batches``, and the subgroups
-        skipped.
+        """The informative responses as packed batches. Counts: those of ``train.rl.batch.batches``, and the groups
+        without variance.
         """
         made, counts = batches(scored, scored.informative, self.shape, version)
-        return made, {**counts, "skipped": scored.skipped}
+        return made, {**counts, "zero_variance": scored.zero_variance}
 
     def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
         """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
         settings = self.run.config.rl
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
-            given = {name: batch[name] for name in ("behaviour", "advantage", "response")}
+            tensors = {name: batch[name] for name in ("old_log_probs", "advantage", "response")}
             if self.reference is not None:
-                given["reference"] = log_probs_under(self.reference, batch, settings.temperature)
-            objective = PolicyObjective(settings.loss, settings.temperature, **given)
+                tensors["reference"] = log_probs_under(self.reference, batch, settings.temperature)
+            objective = PolicyObjective(settings.loss, settings.temperature, **tensors)
             inputs = {name: batch[name] for name in INPUTS} | {"layout": batch.get("layout")}
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             met.update({name: float(value) for name, value in objective.sums.items()})
@@ -50,9 +50,11 @@ class PolicyGradient:
 
 
 @torch.no_grad()
-def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, replay: bool = False) -> Tensor:
-    """fp32 [B, S]: log-probability of every supervised token under ``model``; ``replay``: with the recorded experts."""
-    inputs = {name: batch[name] for name in INPUTS if replay or name != "routing"}
+def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, routing_replay: bool = False) -> Tensor:
+    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the recorded
+    experts.
+    """
+    inputs = {name: batch[name] for name in INPUTS if routing_replay or name != "routing"}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
 
     def objective(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from train.config.schema import Config
 from train.errors import InputError, user_errors
 from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
-from train.rl.collect import Collector, SamplingPlan, Subgroup, encoded
+from train.rl.collect import Collector, Group, SamplingPlan, encoded
 from train.rl.distill import Teachers
 from train.rl.policy_gradient import PolicyGradient
 from train.rl.prompts import Prompts
@@ -90,7 +90,7 @@ def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Po
     plan = SamplingPlan(
         efforts=tuple(settings.trained),
         sizes=tuple(settings.samples),
-        subgroups=settings.prompts // run.world.size * len(settings.efforts),
+        groups=settings.prompts // run.world.size * len(settings.efforts),
         max_tokens=settings.max_tokens,
         max_length=config.task.seq_len,
         temperature=settings.temperature,
@@ -168,8 +168,8 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
     repeat(run, state, report, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
 
 
-def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[str, Any]:
-    """One step on the graded subgroups of all processes; moves the counters and returns the step's record.
+def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, Any]:
+    """One step on the graded groups of all processes; moves the counters and returns the step's record.
 
     If no response in any process is informative, nothing is updated.
     """
@@ -184,7 +184,7 @@ def step(policy: Policy, groups: list[Subgroup], state: TrainerState) -> dict[st
     if sum(run.world.gather(taught)):
         numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), dummy_batches)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
-    counts |= {"subgroups": scored.subgroups, "version_lag": _lag(scored, state.step)}
+    counts |= {"groups": scored.groups, "version_lag": _lag(scored, state.step)}
     total = _summed(run, {**met, **counts})
     state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
     record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, method.NAMES)}
@@ -232,7 +232,7 @@ class Failing:
                 )
 
 
-def outcomes(groups: list[Subgroup]) -> list[tuple[int, str, str]]:
+def outcomes(groups: list[Group]) -> list[tuple[int, str, str]]:
     """(task, failure or "", its reason) of every response that was shown to a reward function."""
     return [
         (group.task, response.outcome.failure or "", response.outcome.detail)
@@ -242,7 +242,7 @@ def outcomes(groups: list[Subgroup]) -> list[tuple[int, str, str]]:
     ]
 
 
-def failures(groups: list[Subgroup], told: set[str]) -> list[str]:
+def failures(groups: list[Group], told: set[str]) -> list[str]:
     """Why reward functions failed for this process's responses; ``told``: kinds of failures already logged."""
     notes = []
     for group in groups:
@@ -261,10 +261,10 @@ def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[s
     run, settings, trained = policy.run, policy.run.config.rl, policy.collector
     started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
     share = len(range(world.rank, settings.eval_prompts, world.size))
-    groups: list[Subgroup] | None = []
+    groups: list[Group] | None = []
     if share:
-        sizes, subgroups = (1,) * len(efforts), share * len(efforts)
-        plan = replace(trained.plan, efforts=efforts, sizes=sizes, subgroups=subgroups, ahead=0.0, seed=0)
+        sizes, count = (1,) * len(efforts), share * len(efforts)
+        plan = replace(trained.plan, efforts=efforts, sizes=sizes, groups=count, ahead=0.0, seed=0)
         rollout = trained.rollout.apart()
         groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect(stop)
         rollout.close()
@@ -378,7 +378,7 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
     """The sums of a step as shares and means over the supervised tokens. ``names``: what its objective sums."""
     taught = max(total["taught"], 1)
     return {
-        **{name: int(total[name]) for name in ("subgroups", "skipped") if name in total},
+        **{name: int(total[name]) for name in ("groups", "zero_variance") if name in total},
         "stale": total["stale_tokens"] / max(total["taught"] + total["stale_tokens"], 1),
         "version_lag": total["version_lag"] / max(total["response_tokens"], 1),
         **{name: total[name] / taught for name in names},

@@ -19,7 +19,7 @@ from train.rl.prompts import Prompts, messages_of
 from train.rl.rewards.pool import Outcome
 
 PLAN = SamplingPlan(
-    (20, 80), (2, 3), subgroups=2, max_tokens=8, max_length=99, temperature=1.0, in_flight=7, ahead=1.0, seed=5
+    (20, 80), (2, 3), groups=2, max_tokens=8, max_length=99, temperature=1.0, in_flight=7, ahead=1.0, seed=5
 )
 
 
@@ -92,8 +92,8 @@ def replace(plan: SamplingPlan, **changes) -> SamplingPlan:
 
 
 def test_the_next_subgroup_starts_when_enough_responses_of_any_are_done(make) -> None:
-    """In flight 7: subgroups of 2, 3 and 2 fill it. Each time that so many responses are done that the next one fits,
-    it starts, although no subgroup need be complete.
+    """In flight 7: groups of 2, 3 and 2 fill it. Each time that so many responses are done that the next one fits,
+    it starts, although no group need be complete.
     """
     collector = make(replace(PLAN, ahead=9.0), lambda n: {0: 1, 2: 1, 5: 1}.get(n, 5))
     started = []
@@ -103,7 +103,7 @@ def test_the_next_subgroup_starts_when_enough_responses_of_any_are_done(make) ->
     assert started == [0, 0, 1, 1, 1, 2, 2], "2 + 3 + 2"
     for sample in collector.rollout.poll():
         collector._receive(sample)
-    assert len(collector.open) == 3 and not collector.ready, "one response of each is done, no subgroup complete"
+    assert len(collector.open) == 3 and not collector.ready, "one response of each is done, no group complete"
     collector._dispatch()
     assert started[7:] == [3, 3, 3]
     assert collector.rollout.in_flight == 7
@@ -134,7 +134,7 @@ def test_bounds_are_kept_and_every_subgroup_is_handed_over_once(make, ahead: flo
 
 
 def test_subgroups_of_very_unequal_sizes_never_block_a_step(make) -> None:
-    """Small subgroups overtake the large ones, whose responses alone then come near the bound."""
+    """Small groups overtake the large ones, whose responses alone then come near the bound."""
     collector = make(replace(PLAN, sizes=(2, 8), in_flight=99, ahead=0.5), lambda n: 9 if n % 10 > 1 else 1)
     idle = iter(range(500))
     seen = [group.number for _ in range(12) for group in collector.collect(lambda: next(idle, None) is None) or []]
@@ -147,8 +147,8 @@ def test_processes_share_the_prompts_and_write_what_one_would(make) -> None:
         groups = [group for _ in range(steps) for group in collector.collect()]
         return {(g.number, m): r.sample.request for g in groups for m, r in enumerate(g.responses)}
 
-    whole = asked(replace(PLAN, subgroups=4, in_flight=20), 3)
-    halves = [asked(replace(PLAN, subgroups=2, in_flight=20, ahead=0.0, rank=r, ranks=2), 3) for r in range(2)]
+    whole = asked(replace(PLAN, groups=4, in_flight=20), 3)
+    halves = [asked(replace(PLAN, groups=2, in_flight=20, ahead=0.0, rank=r, ranks=2), 3) for r in range(2)]
     assert not halves[0].keys() & halves[1].keys()
     assert halves[0] | halves[1] == whole
     assert len({request.seed for request in whole.values()}) == len(whole), "every response has its own draws"

@@ -1,4 +1,4 @@
-"""The length term and the subgroups, on numbers worked out by hand."""
+"""The length term and the groups, on numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from train.config.rl import LengthTerm, training_efforts
-from train.rl.effort import centre, length_reward, mean_spacing, price
+from train.rl.effort import group_relative_advantages, length_reward, mean_spacing, price
 
 TERM = LengthTerm(c_max=0.4, k0=0.8, l_norm=100.0, spread=2.0)
 
@@ -41,15 +41,15 @@ def test_a_single_effort_has_no_spacing() -> None:
     torch.testing.assert_close(price(TERM, vector(60, 30), [60]), vector(0.8, 0.8))
 
 
-def test_rewards_are_centred_in_their_subgroup_and_not_scaled() -> None:
-    rewards, subgroup = vector(1, 0, 0, 5, 9, 3, 3), torch.tensor([7, 7, 7, 2, 2, 4, 4])
-    advantages, informative = centre(rewards, subgroup)
+def test_rewards_are_centred_in_their_group_and_not_scaled() -> None:
+    rewards, group = vector(1, 0, 0, 5, 9, 3, 3), torch.tensor([7, 7, 7, 2, 2, 4, 4])
+    advantages, informative = group_relative_advantages(rewards, group)
     torch.testing.assert_close(advantages, vector(2 / 3, -1 / 3, -1 / 3, -2, 2, 0, 0))
     assert informative.tolist() == [True] * 5 + [False] * 2
 
 
 def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to() -> None:
-    advantages, informative = centre(vector(0.1, 0.1, 0.1), torch.zeros(3, dtype=torch.int64))
+    advantages, informative = group_relative_advantages(vector(0.1, 0.1, 0.1), torch.zeros(3, dtype=torch.int64))
     assert not informative.any(), f"their advantages are {advantages}"
 
 
@@ -59,7 +59,7 @@ def test_what_would_broadcast_is_refused(shapes) -> None:
     with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
         length_reward(TERM, a, b, [1, 100])
     with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
-        centre(a, b.long())
+        group_relative_advantages(a, b.long())
 
 
 def test_efforts_by_name_and_number() -> None:

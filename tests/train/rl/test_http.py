@@ -549,7 +549,7 @@ def test_a_run_over_servers(make_rl, make_server, servers_of) -> None:
     assert len(steps) >= 2 and all(server.bodies for server in servers)
     for step in steps:
         assert step["responses"] == 12 and step["version_lag"] == 0
-        assert step["ratio"] == pytest.approx(1, abs=3e-3) and abs(step["drift"]) < 3e-3
+        assert step["ratio"] == pytest.approx(1, abs=3e-3) and abs(step["approx_kl"]) < 3e-3
     assert {server.version for server in servers} == {str(len(steps))}
     names = sorted(path.name for path in (config.run_dir / "policy").iterdir())
     assert names == [f"version-{n:08d}" for n in (len(steps) - 1, len(steps))]

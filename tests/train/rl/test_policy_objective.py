@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from train.config.rl import PolicyLoss
-from train.rl.loss import PolicyObjective, clipped_loss, drifted, unbiased_kl
+from train.rl.loss import PolicyObjective, clipped_loss, off_policy_mask, unbiased_kl
 
-LOSS = PolicyLoss(clip_low=0.2, clip_high=0.3, drift=None, kl=0.0)
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.3, off_policy_threshold=None, kl=0.0)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_clipping(ratio: float, advantage: float, loss: float, slope: float, sto
 
 
 def test_the_kl_estimator_is_unbiased_in_value_and_gradient_for_tokens_of_another_policy() -> None:
-    """Its expectation over the behaviour policy, summed over a whole vocabulary, is the divergence."""
+    """Its expectation over the old policy, summed over a whole vocabulary, is the divergence."""
     generator = torch.Generator().manual_seed(0)
     logits, behaviour, reference = (torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -50,17 +50,18 @@ def test_drift_masks_bad_responses_that_are_far_off_policy() -> None:
     log_ratio = torch.tensor([-0.3, -0.5, -0.3, -0.5, 0.3, -0.1, -2.0])
     response = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
-    masked = drifted(log_ratio, advantage, response, limit=0.35)
+    masked = off_policy_mask(log_ratio, advantage, response, threshold=0.35)
     assert masked.tolist() == [True, True, False, False, False, False, True]
-    assert not drifted(log_ratio, advantage, response, limit=0.45)[:6].any(), "the mean over a response decides"
+    masked = off_policy_mask(log_ratio, advantage, response, threshold=0.45)
+    assert not masked[:6].any(), "the mean over a response decides"
     empty = torch.zeros(0)
-    assert drifted(empty, empty, empty.long(), 0.1).shape == (0,)
+    assert off_policy_mask(empty, empty, empty.long(), 0.1).shape == (0,)
 
 
 def given(reference: bool) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Two rows of three tokens, of which four are taught; the objective's tensors and what the model hands over."""
     generator = torch.Generator().manual_seed(1)
-    names = ["behaviour", *["reference"] * reference]
+    names = ["old_log_probs", *["reference"] * reference]
     tensors = {name: -torch.rand(2, 3, generator=generator) * 3 for name in names}
     tensors["advantage"] = torch.tensor([[0.0, 1.0, 1.0], [0.0, -0.5, -0.5]])
     tensors["response"] = torch.tensor([[0, 0, 0], [1, 1, 1]])
@@ -69,7 +70,7 @@ def given(reference: bool) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
 
 
 def test_objective_against_plain_formulas() -> None:
-    loss = PolicyLoss(clip_low=0.2, clip_high=0.3, drift=0.8, kl=0.1)
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.3, off_policy_threshold=0.8, kl=0.1)
     tensors, (hidden, weight, targets, places) = given(reference=True)
     objective = PolicyObjective(loss, 2.0, **tensors)
     total = objective(hidden, weight, targets, places)
@@ -77,7 +78,7 @@ def test_objective_against_plain_formulas() -> None:
 
     log_probs = (hidden @ weight.t() / 2.0).log_softmax(-1)
     logp = log_probs.gather(1, targets[:, None])[:, 0]
-    old, ref, advantage = (tensors[k].flatten()[places] for k in ("behaviour", "reference", "advantage"))
+    old, ref, advantage = (tensors[k].flatten()[places] for k in ("old_log_probs", "reference", "advantage"))
     ratio = (logp - old).exp()
     keep = torch.ones(4)
     if (old - logp)[2:].mean() > 0.8:
@@ -97,7 +98,7 @@ def test_objective_against_plain_formulas() -> None:
 def test_a_fresh_batch_is_the_plain_policy_gradient() -> None:
     tensors, (hidden, weight, targets, places) = given(reference=False)
     logp = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    tensors["behaviour"].view(-1)[places] = logp.detach()
+    tensors["old_log_probs"].view(-1)[places] = logp.detach()
     objective = PolicyObjective(LOSS, 1.0, **tensors)
     (slope,) = torch.autograd.grad(objective(hidden, weight, targets, places), hidden)
     expected = torch.autograd.grad(-(logp * tensors["advantage"].flatten()[places]).sum(), hidden)[0]

@@ -71,11 +71,11 @@ def test_training_sees_the_log_probabilities_of_the_rollout(make_policy, tempera
         bias += torch.randn(bias.shape, generator=draw)
     taught, within, without = 0, 0, 0.0
     for batch in made:
-        seen = log_probs_under(policy.run.model, batch, temperature, replay=True)
+        seen = log_probs_under(policy.run.model, batch, temperature, routing_replay=True)
         mask = batch["labels"] >= 0
-        within += int(((seen - batch["behaviour"])[mask].abs() < 1e-4).sum())
+        within += int(((seen - batch["old_log_probs"])[mask].abs() < 1e-4).sum())
         other = log_probs_under(policy.run.model, batch, temperature)
-        without = max(without, float((other - batch["behaviour"])[mask].abs().max()))
+        without = max(without, float((other - batch["old_log_probs"])[mask].abs().max()))
         assert (batch["routing"][~mask & (batch["input_ids"] == policy.shape.pad)] == -1).all()
         taught += int(mask.sum())
     texts = [r.sample for r, chosen in zip(scored.responses, scored.informative, strict=True) if chosen]
@@ -93,7 +93,7 @@ def test_batches_hold_every_response_once_with_its_own_advantage(make_policy) ->
         for row in range(len(batch["seq_lens"])):
             at = 0
             for size in filter(None, batch["seq_lens"][row].tolist()):
-                names = ("input_ids", "labels", "advantage", "behaviour", "response")
+                names = ("input_ids", "labels", "advantage", "old_log_probs", "response")
                 ids, labels, advantage, old, response = (batch[name][row, at : at + size] for name in names)
                 mask = labels >= 0
                 assert torch.equal(labels[mask], ids[mask]) and len(response.unique()) == 1
@@ -135,8 +135,8 @@ def test_stale_beginnings_do_not_move_the_end_of_the_prompt(no_rounding, make_po
     made, counts = batches(scored, scored.informative, policy.shape, version=1)
     assert counts["stale_tokens"] > 0
     for batch in made:
-        seen = log_probs_under(policy.run.model, batch, settings.temperature, replay=True)
-        assert ((seen - batch["behaviour"])[batch["labels"] >= 0].abs() < 1e-4).all()
+        seen = log_probs_under(policy.run.model, batch, settings.temperature, routing_replay=True)
+        assert ((seen - batch["old_log_probs"])[batch["labels"] >= 0].abs() < 1e-4).all()
 
 
 def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:
@@ -145,8 +145,18 @@ def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:
     first, *steps, last = records(config)
     assert len(steps) >= 2 and first["efforts"].keys() == last["efforts"].keys() == {"20", "50"}
     for step in steps:
-        assert step["efforts"].keys() == {"20", "80"} and step["responses"] == 12 and step["subgroups"] == 4
-        assert {"reward", "accuracy", "length", "skipped", "stale", "masked", "clipped", "kl", "entropy"} <= step.keys()
+        assert step["efforts"].keys() == {"20", "80"} and step["responses"] == 12 and step["groups"] == 4
+        assert {
+            "reward",
+            "accuracy",
+            "length",
+            "zero_variance",
+            "stale",
+            "off_policy",
+            "clipped",
+            "kl",
+            "entropy",
+        } <= step.keys()
         assert step["version_lag"] == 0 and step["ratio"] == pytest.approx(1, abs=1e-3)
         for values in step["efforts"].values():
             assert 0 <= values["accuracy"] <= 1 and values["reward"] <= values["task_reward"]
@@ -287,7 +297,7 @@ def test_a_step_in_which_nothing_differs_updates_nothing_and_counts(make_rl, pro
     config = make_rl("name=same", f"rl.tasks=[{task}]", free, "rl.max_tokens=2", "task.tokens=1300")
     rl.run(config)
     steps = [record for record in records(config) if record["kind"] == "train"]
-    assert all(step["skipped"] == step["subgroups"] == 4 and "loss" not in step for step in steps) and len(steps) > 1
+    assert all(step["zero_variance"] == step["groups"] == 4 and "loss" not in step for step in steps) and len(steps) > 1
     run = build(config)
     begin(run)
     assert all(torch.equal(run.model.state_dict()[name], tensor) for name, tensor in weights(config).items())
@@ -365,7 +375,7 @@ def test_a_reward_may_fail_for_some_steps_once_it_has_worked() -> None:
         ("rl.eval_efforts=[]", "rl.eval_efforts: efforts=.* at least one"),
         ("rl.samples=[3]", "rl.samples = .3.: must have one number for each of the 2 efforts"),
         ("rl.samples=[1,3]", "a single response has no other"),
-        ("rl.in_flight=2", "rl.in_flight = 2: a subgroup of 3 responses must fit"),
+        ("rl.in_flight=2", "rl.in_flight = 2: a group of 3 responses must fit"),
         ("rl.max_tokens=128", "rl.max_tokens = 128: with its prompt"),
         ("rl.tasks=[]", "rl.tasks"),
         ("rl.length.k0=-1.0", "rl.length.k0"),
@@ -385,7 +395,8 @@ def test_the_section_is_for_its_task_only(make_config) -> None:
     task = "{prompts: a:b, reward: a:b}"
     given = "{tasks: [" + task + "], efforts: [1], samples: [2], prompts: 1, max_tokens: 9, temperature: 1.0, "
     given += "length: {c_max: 1.0, k0: 1.0, l_norm: 1.0, spread: 1.0}, staleness: 1, ahead: 0.0, in_flight: 2, "
-    given += "loss: {clip_low: 0.1, clip_high: 0.1, drift: null, kl: 0.0}, reward_workers: 1, reward_seconds: 1.0, "
+    given += "loss: {clip_low: 0.1, clip_high: 0.1, off_policy_threshold: null, kl: 0.0}, "
+    given += "reward_workers: 1, reward_seconds: 1.0, "
     given += "eval_prompts: 1, eval_efforts: [1]}"
     with pytest.raises(ConfigError, match="rl = .*: has no effect with task=pretrain"):
         make_config(f"rl={given}")
