@@ -41,7 +41,7 @@ class PolicyLoss:
 
     clip_low: Annotated[float, Field(gt=0, lt=1)]
     clip_high: PositiveFloat
-    # Responses of negative advantage are masked whose mean log-ratio of old to new policy (nats per token) is above this.
+    # Responses of negative advantage are masked whose mean log(old / new policy) in nats per token is above this.
     off_policy_threshold: PositiveFloat | None
     kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
 

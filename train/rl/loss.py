@@ -18,8 +18,8 @@ from train.config.rl import PolicyLoss
 class PolicyObjective:
     """The objective of one micro-batch; its statistics are added to ``sums`` (detached, fp64).
 
-    Tensors [B, S], aligned with the labels: ``old_log_probs`` fp32 (under the policy that drew the token), ``advantage``
-    fp32, ``response`` int64 (which response a token belongs to, counted from 0) and, with ``loss.kl``,
+    Tensors [B, S], aligned with the labels: ``old_log_probs`` fp32 (under the policy that drew the token),
+    ``advantage`` fp32, ``response`` int64 (which response a token belongs to, counted from 0) and, with ``loss.kl``,
     ``reference`` fp32 (log-probability under the reference policy). ``temperature``: the one used in sampling.
     """
 

@@ -51,8 +51,8 @@ class PolicyGradient:
 
 @torch.no_grad()
 def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, routing_replay: bool = False) -> Tensor:
-    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the recorded
-    experts.
+    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the
+    recorded experts.
     """
     inputs = {name: batch[name] for name in INPUTS if routing_replay or name != "routing"}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
