@@ -90,7 +90,7 @@ def test_objective_against_plain_formulas() -> None:
     torch.testing.assert_close(total, plain)
     torch.testing.assert_close(slope, torch.autograd.grad(plain, hidden)[0])
     sums = {name: float(value) for name, value in objective.sums.items()}
-    assert sums["masked"] == 2 and sums["ratio"] == pytest.approx(float(ratio.detach().sum()), rel=1e-5)
+    assert sums["off_policy"] == 2 and sums["ratio"] == pytest.approx(float(ratio.detach().sum()), rel=1e-5)
     entropy = -(log_probs.exp() * log_probs).detach().sum()
     assert sums["entropy"] == pytest.approx(float(entropy), rel=1e-5)
 
