@@ -91,7 +91,7 @@ def update_router_biases(run: Run, load: torch.Tensor) -> None:
         update_router_biases_(run.model.router_biases(), load, optim.router_bias_rate)
 
 
-def train(run: Run, state: TrainerState, report: Reporter) -> None:
+def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` to the end of the run, see ``repeat``."""
     batches = iter(run.train_batches)
 
@@ -104,13 +104,13 @@ def train(run: Run, state: TrainerState, report: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    repeat(run, state, report, step, partial(evaluate, run), run.save)
+    repeat(run, state, reporter, step, partial(evaluate, run), run.save)
 
 
 def repeat(
     run: Run,
     state: TrainerState,
-    report: Reporter,
+    reporter: Reporter,
     step: Callable[[Callable[[], bool]], dict[str, Any] | None],
     evaluate: Callable[[Callable[[], bool]], dict[str, Any] | None],
     save: Callable[[TrainerState, Background | None], Path],
@@ -140,13 +140,13 @@ def repeat(
         if not _evaluation_due(task, state):
             return True
         if state.first_valid is None:
-            report.log("evaluating before the first step ...")
+            reporter.log("evaluating before the first step ...")
         result = evaluate(stopped)
         if result is None:
             return False
         state.last_valid = {"step": state.step, "tokens": state.tokens, **result}
         state.first_valid = state.first_valid or state.last_valid
-        report.evaluation(state.last_valid)
+        reporter.evaluation(state.last_valid)
         return True
 
     background = Background() if saving.asynchronous else None
@@ -162,7 +162,7 @@ def repeat(
             record = step(stopped)
             if record is None:
                 break
-            report.step(record)
+            reporter.step(record)
             if background:
                 background.check()
             publish()

@@ -29,7 +29,7 @@ from train.config.schema import Config, to_dict
 from train.distributed.launch import launch
 from train.distributed.world import World
 from train.errors import Interrupted, NonFiniteError
-from train.logging.log import Reporter, Silent
+from train.logging.log import NullReporter, Reporter
 from train.lora.peft_format import merged_record, read_changes
 
 
@@ -55,20 +55,20 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
 
 @contextmanager
 def run_logger(
-    run: Run, state: TrainerState, folder: Path | None, changes: list[str], reporter: type[Reporter] = Reporter
+    run: Run, state: TrainerState, folder: Path | None, changes: list[str], reporter_class: type[Reporter] = Reporter
 ) -> Iterator[Reporter]:
     """Save the run's settings, log the opening lines, and yield the logger; it is closed at the end in any case.
 
-    folder, changes: from ``run_session``. reporter: class of the first process's logger; the others log nothing.
+    folder, changes: from ``run_session``. reporter_class: class of the first process's logger; the others log nothing.
     """
     if run.world.first:
         save_settings(run)
-    report = reporter(run.config, state) if run.world.first else Silent()
+    reporter: Reporter | NullReporter = reporter_class(run.config, state) if run.world.first else NullReporter()
     try:
-        announce(run, state, report, folder, changes)
-        yield report
+        announce(run, state, reporter, folder, changes)
+        yield reporter
     finally:
-        report.close()
+        reporter.close()
 
 
 def find_state(config: Config) -> tuple[Path | None, list[str]]:
@@ -112,24 +112,24 @@ def save_settings(run: Run) -> None:
     write_text(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-def announce(run: Run, state: TrainerState, report: Reporter, folder: Path | None, changes: list[str]) -> None:
+def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | None, changes: list[str]) -> None:
     """The opening lines: what is trained, from where, and how."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
-    report.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
-    report.log(run.config.task.step_text(run.world.size))
+    reporter.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
+    reporter.log(run.config.task.step_text(run.world.size))
     for note in run.notes:
-        report.log(note)
+        reporter.log(note)
     for line in memory_lines(run.world.gather(run.memory())):
-        report.log(line)
+        reporter.log(line)
     if folder is None:
         if run.world.size > 1:
-            report.log("what rank 0 holds:")
-        report.log(format_table(run.optimizer.table()))
+            reporter.log("what rank 0 holds:")
+        reporter.log(format_table(run.optimizer.table()))
         return
     done = "; it is complete, raise task.tokens to train on" if state.tokens >= run.config.task.tokens else ""
-    report.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
+    reporter.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
     for change in changes:
-        report.log(f"changed since: {change}")
+        reporter.log(f"changed since: {change}")
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
@@ -145,17 +145,17 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
     ]
 
 
-def report_files(run: Run, report: Reporter) -> None:
+def report_files(run: Run, reporter: Reporter) -> None:
     """Export the finished run's model if configured, and log the files of the run."""
     directory = run.config.run_dir
-    report.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
+    reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:
-        report.log(f"adapter:    {keep_adapter(run)}")
+        reporter.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
         export(run, directory / "export")
-        report.log(f"export:     {directory / 'export'}")
-    report.log(f"plot:       {report.plot()}")
-    report.log(f"metrics:    {directory / 'metrics.jsonl'}")
+        reporter.log(f"export:     {directory / 'export'}")
+    reporter.log(f"plot:       {reporter.plot()}")
+    reporter.log(f"metrics:    {directory / 'metrics.jsonl'}")
 
 
 def export(run: Run, folder: Path) -> None:

@@ -52,11 +52,11 @@ def test_a_step_without_targets_has_no_loss(make_config) -> None:
     assert " loss=- " in step_line({**RECORD, "loss": None})
     config = make_config()
     config.run_dir.mkdir(parents=True)
-    report = Reporter(config, TrainerState())
-    report.step({**RECORD, "loss": None})
-    report.step(RECORD)
-    assert report.plot().is_file()
-    report.close()
+    reporter = Reporter(config, TrainerState())
+    reporter.step({**RECORD, "loss": None})
+    reporter.step(RECORD)
+    assert reporter.plot().is_file()
+    reporter.close()
 
 
 def test_the_evaluation_line_lists_the_recall_by_source() -> None:
@@ -73,9 +73,9 @@ def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
     path = config.run_dir / "metrics.jsonl"
     lines = [json.dumps({**RECORD, "kind": "train", "step": step}) for step in (1, 2, 3, 4)]
     path.write_text("\n".join(lines) + "\n" + '{"kind": "tra', encoding="utf-8")
-    report = Reporter(config, TrainerState(step=2))
-    report.step({**RECORD, "step": 3, "loss": 9.0})
-    report.close()
+    reporter = Reporter(config, TrainerState(step=2))
+    reporter.step({**RECORD, "step": 3, "loss": 9.0})
+    reporter.close()
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [(1, 5.25), (2, 5.25), (3, 9.0)]
 
@@ -83,10 +83,10 @@ def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
 def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config("logger.progress=true")
     config.run_dir.mkdir(parents=True)
-    report = Reporter(config, TrainerState())
-    report.step(RECORD)
-    report.close()
-    assert report.bar is None and capsys.readouterr().out == step_line(RECORD) + "\n"
+    reporter = Reporter(config, TrainerState())
+    reporter.step(RECORD)
+    reporter.close()
+    assert reporter.bar is None and capsys.readouterr().out == step_line(RECORD) + "\n"
 
 
 @pytest.mark.slow

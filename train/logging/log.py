@@ -140,7 +140,7 @@ class Reporter:
         return bar
 
 
-class Silent:
+class NullReporter:
     """The reporter of processes that report nothing."""
 
     def log(self, line: str) -> None: ...

@@ -35,12 +35,12 @@ def run(config: Config) -> None:
         with user_errors():
             objects = build(config, world)
             state = objects.resume(folder) if folder else begin(objects)
-        with run_logger(objects, state, folder, changes, DrafterReporter) as report:
-            train(objects, state, report)
-            _summarise(objects, state, report)
+        with run_logger(objects, state, folder, changes, DrafterReporter) as reporter:
+            train(objects, state, reporter)
+            _summarise(objects, state, reporter)
 
 
-def train(run: Run, state: TrainerState, report: Reporter) -> None:
+def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` to the end of the run, see ``train.loop.repeat``."""
     batches = iter(run.train_batches)
 
@@ -52,7 +52,7 @@ def train(run: Run, state: TrainerState, report: Reporter) -> None:
         waited = time.perf_counter() - started
         return step(run, state, read, waited, started)
 
-    repeat(run, state, report, next_step, partial(evaluate, run), run.save)
+    repeat(run, state, reporter, next_step, partial(evaluate, run), run.save)
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
     }
 
 
-def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
+def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """The closing lines: results and files."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
-    report.stop_bar()
-    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    reporter.stop_bar()
+    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     alpha = ", ".join(f"{value:.3f}" if value is not None else "-" for value in last["alpha"])
-    report.log(
+    reporter.log(
         f"expected accepted length on held-out rows: first {first['tau']:.3f} final {last['tau']:.3f} tokens a block; "
         f"acceptance by slot {alpha}; calibration error {last['ece']:.3f}"
     )
-    report_files(run, report)
+    report_files(run, reporter)

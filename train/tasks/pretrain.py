@@ -29,19 +29,19 @@ def run(config: Config) -> None:
         with user_errors():
             objects = build(config, world)
             state = objects.resume(folder) if folder else begin(objects)
-        with run_logger(objects, state, folder, changes) as report:
-            train(objects, state, report)
-            _summarise(objects, state, report)
+        with run_logger(objects, state, folder, changes) as reporter:
+            train(objects, state, reporter)
+            _summarise(objects, state, reporter)
 
 
-def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
+def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """The closing lines: results, a sample, and the files."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     task = run.config.task
-    report.stop_bar()
+    reporter.stop_bar()
     width = min(shutil.get_terminal_size().columns, 100)
-    report.log("=" * width)
+    reporter.log("=" * width)
     if task.sample_tokens:
         text = sample(
             run.model,
@@ -53,9 +53,9 @@ def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
             stop=run.model_config.eos_token_id,
         )
         shown = f"is answered\n{text}" if task.kind == "sft" else f"continues\n{task.sample_prompt}{text}"
-        report.log(f"sample: {task.sample_prompt!r} {shown}\n" + "-" * width)
-    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    report.log(
+        reporter.log(f"sample: {task.sample_prompt!r} {shown}\n" + "-" * width)
+    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    reporter.log(
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
     )
@@ -63,8 +63,8 @@ def _summarise(run: Run, state: TrainerState, report: Reporter) -> None:
         share, answer = most_frequent(run.valid_batches)
         always = run.tokenizer.decode(answer.tolist())
         reached = f"first {first['exact_match']:.1%} final {last['exact_match']:.1%} of {last['answers']}"
-        report.log(f"held-out answers right to the last token: {reached}; always {always!r} would be {share:.1%}")
-    report_files(run, report)
+        reporter.log(f"held-out answers right to the last token: {reached}; always {always!r} would be {share:.1%}")
+    report_files(run, reporter)
 
 
 def _prompt(run: Run) -> list[int]:

@@ -79,9 +79,9 @@ def run(config: Config) -> None:
             with closing(policy.collector.rollout):
                 if folder:
                     policy.collector.load_state_dict(read_rollout(policy, state))
-                with run_logger(objects, state, folder, changes, RlReporter) as report:
-                    train(policy, state, report)
-                    _summarise(policy, state, report)
+                with run_logger(objects, state, folder, changes, RlReporter) as reporter:
+                    train(policy, state, reporter)
+                    _summarise(policy, state, reporter)
 
 
 def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
@@ -135,7 +135,7 @@ def open_rollout(run: Run) -> Rollout:
     return HttpRollout(Servers(settings.rollout), run.world, run.config.run_dir / "policy", export, limits)
 
 
-def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
+def train(policy: Policy, state: TrainerState, reporter: RlReporter) -> None:
     """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped while collecting
     or evaluating.
     """
@@ -150,7 +150,7 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
             collector.put_back(groups or [])
             return None
         for note in failures(groups, told):
-            report.log(note)
+            reporter.log(note)
         if isinstance(policy.method, PolicyGradient):  # others do not learn from rewards
             failing.check(run.world.gather(outcomes(groups)))
         collected = time.perf_counter()
@@ -163,9 +163,9 @@ def train(policy: Policy, state: TrainerState, report: RlReporter) -> None:
     def publish() -> None:
         collector.rollout.update_weights(state.step, run.model)
         for note in collector.rollout.notes():
-            report.log(note)
+            reporter.log(note)
 
-    repeat(run, state, report, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
+    repeat(run, state, reporter, next_step, partial(evaluate, policy), partial(save_all, policy), publish)
 
 
 def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, Any]:
@@ -385,9 +385,9 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _summarise(policy: Policy, state: TrainerState, report: RlReporter) -> None:
+def _summarise(policy: Policy, state: TrainerState, reporter: RlReporter) -> None:
     """The closing lines: every effort before and after, and the files."""
-    report.stop_bar()
-    report.log(table(state.first_valid, state.last_valid))
-    report.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    report_files(policy.run, report)
+    reporter.stop_bar()
+    reporter.log(table(state.first_valid, state.last_valid))
+    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    report_files(policy.run, reporter)
