@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,8 @@ class Features(NamedTuple):
 class DeepseekV41(nn.Module):
     """A V4.1 language model with an optional vision tower, or this rank's part of one (see `Parallel`)."""
 
+    token_map: Tensor | None  # Engram's compressed ids
+
     def __init__(
         self,
         config: ModelConfig,
@@ -173,7 +175,8 @@ class DeepseekV41(nn.Module):
         self.config, self.runtime, self.parallel = config, runtime or ForwardOptions(), parallel
         self.loss_weights = loss_weights or LossWeights()
         self.embed = Table(text.vocab_size, text.hidden_size, parallel.vocabulary)
-        self.layers = nn.ModuleList(Block(text, layer, parallel) for layer in range(text.num_hidden_layers))
+        blocks = nn.ModuleList(Block(text, layer, parallel) for layer in range(text.num_hidden_layers))
+        self.layers = cast(list[Block], blocks)  # which an nn.ModuleList says to nobody
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.head = Head(text.hidden_size, text.vocab_size, parallel.vocabulary)
         if config.vision is not None:

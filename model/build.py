@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from model.packed import empty_packed, packed_weights_aside
 from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
 from model.quantize import Packing
 
+Cast = TypeVar("Cast", bound=nn.Module)
 FP32_NAMES = ("hc_attn.", "hc_ffn.", "attn_sink", "gate.bias")
 
 
@@ -74,7 +76,7 @@ def _make_room_packed(model: nn.Module, packing_of: Callable[[str], Packing | No
             setattr(model.get_submodule(parent), leaf, empty_packed(parameter.shape, packing, parameter.dtype, device))
 
 
-def cast_model(model: DeepseekV41, dtype: torch.dtype) -> DeepseekV41:
+def cast_model(model: Cast, dtype: torch.dtype) -> Cast:
     """Cast parameters to `dtype`, keeping what must stay fp32."""
     for name, tensor in model.named_parameters():
         if not any(part in name for part in FP32_NAMES):

@@ -77,6 +77,10 @@ class Active(NamedTuple):
     decode: float
 
 
+def _text_config(model: nn.Module) -> TextConfig:
+    return model.config.text  # type: ignore[union-attr, return-value]
+
+
 def active_parameters(model: nn.Module) -> Active:
     """Parameters that one text token is multiplied with.
 
@@ -85,7 +89,7 @@ def active_parameters(model: nn.Module) -> Active:
     Engram tables) and the vision tower do not count. This is the reading under which the released configuration gives
     the report's 8B and 16B: counting the embedding too would make them 9B and 17B.
     """
-    config: TextConfig = model.config.text
+    config = _text_config(model)
     encoder = prefill_layers(config)
     last = rf"layers\.{encoder}\.(engram|attn_norm|attn\.compressor|attn\.indexer\.(wk|k_norm))\."
     prefill = decode = 0.0
@@ -146,7 +150,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
     backward; the indexer's loss scores the selected ones anew. Element-wise work is left out, but for the mixing of
     streams.
     """
-    config: TextConfig = model.config.text
+    config = _text_config(model)
     core, scan, indexer_loss = 0.0, 0.0, 0.0
     for layer in range(config.num_hidden_layers):
         ratio = config.ratio(layer)
@@ -174,7 +178,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
 
 def _matrix_flops(model: nn.Module) -> dict[str, float]:
     """Forward FLOPs per token of the matrices, and of the mixing of streams, by part."""
-    config: TextConfig = model.config.text
+    config = _text_config(model)
     applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
     for name, parameter in model.named_parameters():
         part = part_of(name)
@@ -245,9 +249,9 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     def inputs(products: int, size: int) -> int:  # autocast copies a product's input for every product
         return products * 2 * size if bf16 else 4 * size
 
-    saved = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n) + _norm(d))}
+    saved: dict[str, float] = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n) + _norm(d))}
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
-    attention = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
+    attention: float = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
     attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
     attention += width * (c.o_groups * c.o_lora_rank + d)
     if full:

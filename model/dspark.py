@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -238,7 +238,7 @@ class Stage(Block):
             self.markov_head = MarkovHead(config)
             self.confidence_head = ConfidenceHead(config)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, state: BlockState, context_keys: Tensor, layout: DraftLayout, runtime: ForwardOptions
     ) -> tuple[BlockState, Routing]:
         """state of N*B drafts, context_keys [M, D] that the layout's places point into. `attention="dense"`: one
@@ -270,7 +270,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config, self.parallel = backbone.config, backbone.parallel
         text = self.config.text
-        self.mtp = nn.ModuleList(Stage(text, stage, self.parallel) for stage in range(text.num_nextn_predict_layers))
+        stages = nn.ModuleList(Stage(text, stage, self.parallel) for stage in range(text.num_nextn_predict_layers))
+        self.mtp = cast(list[Stage], stages)
         self.block_size, self.frequencies = text.dspark_block_size, inverse_frequencies(text, compressed=False)
         self._backbone = (backbone,)  # in a tuple: not a submodule
 
@@ -352,7 +353,7 @@ class Drafter(nn.Module):
         weights = DraftObjective()
         loss = weights.ce * ce + weights.l1 * l1 + weights.confidence * bce
         found = (loss, *(x.detach() for x in (ce, l1, bce)), tau)
-        return DraftLoss(*found, *shown, expert_load=terms.expert_load)
+        return DraftLoss(*found, *shown, terms.expert_load)  # type: ignore[call-arg]
 
     def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor) -> SequenceLayout:
         """See `DeepseekV41.lay_out`."""
@@ -425,7 +426,9 @@ class Drafter(nn.Module):
         weight = supervised(slots.weights)
         alpha = accepted.new_zeros(slots.valid.numel()).index_copy(0, rows, accepted).view_as(slots.weights)
         return _Terms(
-            *((weight * term).sum() for term in (nll, distance, wrong)),
+            ce_sum=(weight * nll).sum(),
+            l1_sum=(weight * distance).sum(),
+            bce_sum=(weight * wrong).sum(),
             where=where,
             valid=slots.valid,
             weights=slots.weights,
@@ -460,7 +463,7 @@ class Drafter(nn.Module):
             )
         return Anchors(anchors.shape, real, last)
 
-    def _features(self, input_ids: Tensor, batch: dict[str, Tensor]) -> Features:
+    def _features(self, input_ids: Tensor, batch: dict[str, Any]) -> Features:
         return self.backbone.features(self.config.text.dspark_target_layer_ids, input_ids, **batch)
 
     def _blocks(

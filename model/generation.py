@@ -479,7 +479,7 @@ def _packed(running: _Running) -> dict[str, Any]:
 def _unpacked(state: dict[str, Any]) -> _Running:
     plain = dict(state["request"])
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
-    kept = {name: list(state[name]) for name in ("tokens", "log_probs", "versions")}
+    kept: dict[str, Any] = {name: list(state[name]) for name in ("tokens", "log_probs", "versions")}
     kept["accepted"] = list(state.get("accepted", []))  # none before there were drafters
     kept |= {name: state[name] for name in ("id", "replay_start")}
     return _Running(Sample(request, **kept), state["row"], list(state["routing"]))

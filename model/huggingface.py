@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class DeepseekV41Config(PreTrainedConfig):
     model_type = MODEL_TYPE
     sub_configs = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}
     keys_to_ignore_at_inference = ["hidden_states"]
-    auto_map = {}  # there is no code in the folder; TRL asks for it
+    auto_map: ClassVar[dict[str, str]] = {}  # there is no code in the folder; TRL asks for it
 
     def __init__(self, text_config: Any = None, vision_config: Any = None, **rest: Any):
         sections = {"text_config": text_config, "vision_config": vision_config}
@@ -189,7 +189,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     # Folders
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         pretrained_model_name_or_path: str | os.PathLike,
         *,
@@ -225,7 +225,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model.eval()
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
@@ -313,7 +313,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return result.to_tuple() if return_dict is False else result
 
     @property
-    def base_model(self) -> Backbone:
+    def base_model(self) -> Backbone:  # type: ignore[override]
         """The model without its head, as trainers call it that have a head of their own (TRL's)."""
         return Backbone(self)
 
@@ -456,7 +456,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: torch.nn.Module) -> None:
         self.model.head = value
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> torch.nn.Module:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         """The embeddings, if their number stays. Raises ValueError for another number."""
         if new_num_tokens not in (None, self.config.text_config.vocab_size):
             raise ValueError("the vocabulary of this model cannot be resized; Engram tables and head belong to it")

@@ -104,7 +104,7 @@ def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk
     if entries.own:
         tokens, blocks = query.q.shape[0], entries.own // block
         step = max(1, chunk_elements(keys.device) // (min(topk, blocks) * block))
-        chunks = ((at, min(at + step, tokens), None, None) for at in range(0, tokens, step))
+        chunks = ((at, min(at + step, tokens), 0, 0) for at in range(0, tokens, step))
     else:
         chunks = _query_chunks(entries, 1 / block, block)
     for start, stop, low, high in chunks:
@@ -112,11 +112,11 @@ def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk
         blocks = (entries.own or high - low) // block
         visible = entries.visible_from[rows], entries.visible_to[rows]
         asked = query.q[rows], query.weights[rows], keys
-        peaks = block_peaks(*asked, *visible, low or 0, blocks, block, bool(entries.own), TIE_BREAK)
-        low = visible[0][:, None] if entries.own else low
+        peaks = block_peaks(*asked, *visible, low, blocks, block, bool(entries.own), TIE_BREAK)
+        first = visible[0][:, None] if entries.own else low
         top = peaks.topk(min(topk, blocks), dim=-1)
-        best = (top.indices + low // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
-        yield rows, low, peaks, _best_of_blocks(*asked, best, visible[1], topk, block)
+        best = (top.indices + first // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
+        yield rows, first, peaks, _best_of_blocks(*asked, best, visible[1], topk, block)
 
 
 def _best_of_blocks(

@@ -10,7 +10,7 @@ Shapes: T tokens of the layout, N entry slots of one compression ratio.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ Placed = TypeVar("Placed", Entries, SequenceLayout)
 
 def _moved(value: Placed, device: torch.device) -> Placed:
     held = {field.name: getattr(value, field.name) for field in fields(value)}
-    moved = {name: x.to(device, non_blocking=True) for name, x in held.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in held.items() if isinstance(x, Tensor)}
     return replace(value, **moved)
 
 

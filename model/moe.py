@@ -42,6 +42,9 @@ class Gate(nn.Module):
     rule changes.
     """
 
+    bias: Tensor
+    bias_vl: Tensor
+
     def __init__(self, config: TextConfig):
         super().__init__()
         experts = config.n_routed_experts

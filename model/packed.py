@@ -47,7 +47,7 @@ class PackedWeight(Tensor):
         self.codes, self.scale, self.packing, self.transposed = codes, scale, packing, transposed
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "FP4" if self.packing.codes == torch.int8 else "FP8"
         return f"PackedWeight({kind}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -89,12 +89,17 @@ class PackedWeight(Tensor):
         return found if index.dim() == 1 else found.unflatten(0, index.shape)
 
     def _like(self, **changes: Any) -> PackedWeight:
-        given = {"codes": self.codes, "scale": self.scale, "dtype": self.dtype, "transposed": self.transposed}
+        given: dict[str, Any] = {
+            "codes": self.codes,
+            "scale": self.scale,
+            "dtype": self.dtype,
+            "transposed": self.transposed,
+        }
         given.update(changes)
         return PackedWeight(packing=self.packing, **given)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], PackedWeight):

@@ -120,8 +120,8 @@ def verify(
     end = torch.where(greedy, best[last], _at(weights, u))
     tokens = torch.cat([drafts, end[:, None]], dim=1).scatter(1, accepted[:, None], end[:, None])
     found = log_p[row.flatten(), tokens.flatten()].view(tokens.shape)
-    lengths, tokens, found = (accepted + 1).tolist(), tokens.tolist(), found.tolist()
-    return [(t[:n], p[:n]) for t, p, n in zip(tokens, found, lengths, strict=True)]
+    lists = zip(tokens.tolist(), found.tolist(), (accepted + 1).tolist(), strict=True)
+    return [(t[:n], p[:n]) for t, p, n in lists]
 
 
 def _numbers(seeds: Sequence[int], places: Sequence[int], count: int, purpose: int) -> Tensor:

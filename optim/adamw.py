@@ -14,10 +14,10 @@ from .settings import AdamWSettings
 
 @torch.no_grad()
 def adamw_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
     steps: Sequence[int],
     *,
     lr: float,

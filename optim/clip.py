@@ -37,7 +37,7 @@ def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, Rank
     chosen = _with_gradients(params)
     norm = _norm(chosen, parts)
     if chosen:
-        torch._foreach_mul_([p.grad for p in chosen], (max_norm / norm).clamp(max=1.0))
+        torch._foreach_mul_([_grad(p) for p in chosen], (max_norm / norm).clamp(max=1.0))
     return norm
 
 
@@ -46,12 +46,17 @@ def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in unique.values() if p.grad is not None]
 
 
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
 def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
     """Unsplit parameters count once, of split ones every part."""
-    whole = [p.grad for p in params if p not in parts]
+    whole = [_grad(p) for p in params if p not in parts]
     norms = [_norm_of(whole)] if whole else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():
-        square = _norm_of([p.grad for p in params if p in parts and parts[p].group == group]).double().square()
+        square = _norm_of([_grad(p) for p in params if p in parts and parts[p].group == group]).double().square()
         dist.all_reduce(square, group=ranks.group)
         norms.append(square.sqrt().float())
     if not norms:

@@ -126,7 +126,7 @@ def format_table(rows: Sequence[ParameterRow]) -> str:
 
     Names that differ only in the layer number share a line if all else is equal: `layers.{0-39}.attn.wq_a.weight`.
     """
-    folded: dict[tuple, list[int]] = {}
+    folded: dict[tuple, list[int | None]] = {}
     for row in rows:
         head, number, tail = _split_number(row.parameter)
         folded.setdefault((head, tail, *row[1:]), []).append(number)

@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
     parameter: int  # position in the step's parameter list
     start: int  # first row of a 2-D parameter, first matrix of a 3-D one
-    count: int
+    number: int
     rows: int
     columns: int
 
@@ -51,17 +51,17 @@ class _Piece(NamedTuple):
         tensor.
         """
         if tensor.dim() == 2:
-            tensor = tensor.narrow(0, self.start, self.count * self.rows).unflatten(0, (self.count, self.rows))
+            tensor = tensor.narrow(0, self.start, self.number * self.rows).unflatten(0, (self.number, self.rows))
         else:
-            tensor = tensor.narrow(0, self.start, self.count)
+            tensor = tensor.narrow(0, self.start, self.number)
         return tensor.mT if self.rows > self.columns else tensor
 
 
 @torch.no_grad()
 def muon_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
     blocks: Sequence[Blocks | None],
     *,
     lr: float,
@@ -84,7 +84,7 @@ def muon_step(
         update = orthogonalize(gradient, bf16=settings.bf16).float()
         weights = [piece.of(params[piece.parameter]) for piece in pieces]
         scale = settings.update_rms * sqrt(update.shape[-1])
-        torch._foreach_add_(weights, update.split([piece.count for piece in pieces]), alpha=-lr * scale)
+        torch._foreach_add_(weights, update.split([piece.number for piece in pieces]), alpha=-lr * scale)
 
 
 def orthogonalize(matrices: Tensor, *, bf16: bool | None = None) -> Tensor:
@@ -159,9 +159,10 @@ def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Itera
             m, n = sorted((piece.rows, piece.columns))
             buckets[param.device, m, n].append(piece)
     for (device, m, n), pieces in buckets.items():
-        batch, room = [], BATCH_ELEMENTS[device.type]
+        batch: list[_Piece] = []
+        room = BATCH_ELEMENTS[device.type]
         for piece in pieces:
-            elements = piece.count * m * n
+            elements = piece.number * m * n
             if batch and elements > room:
                 yield batch
                 batch, room = [], BATCH_ELEMENTS[device.type]

@@ -157,17 +157,21 @@ class Optimizer(torch.optim.Optimizer):
         numbers = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if group["method"] == "muon":
             blocks = [group["blocks"][i] for i in chosen]
-            muon_step(params, grads, *buffers, blocks, **numbers, settings=self.settings.muon)
+            (momenta,) = buffers
+            muon_step(params, grads, momenta, blocks, **numbers, settings=self.settings.muon)
         elif group["method"] == "sinkhorn":
             parts = self.parts
-            for param, grad, momentum in zip(params, grads, *buffers, strict=True):
+            (momenta,) = buffers
+            for param, grad, momentum in zip(params, grads, momenta, strict=True):
                 reduce = partial(_sum_over, parts[param]) if param in parts else whole
                 settings = self.settings.sinkhorn
                 sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=settings, reduce=reduce)
         else:
             for state in states:
                 state["step"] = state.get("step", 0) + 1
-            adamw_step(params, grads, *buffers, [s["step"] for s in states], **numbers, settings=self.settings.adamw)
+            means, squares = buffers
+            steps = [state["step"] for state in states]
+            adamw_step(params, grads, means, squares, steps, **numbers, settings=self.settings.adamw)
 
     def _assign_owners(self, placements: Mapping[str, ParameterPlacement]) -> None:
         """Choose owners inside each replica group, balanced by bytes of state. Every process makes the same choice. The
@@ -228,7 +232,8 @@ def _sum_over(ranks: RankGroupLike, tensor: Tensor) -> Tensor:
 
 
 def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    batch, room = [], BROADCAST_ELEMENTS
+    batch: list[Tensor] = []
+    room = BROADCAST_ELEMENTS
     for param in params:
         if batch and param.numel() > room:
             yield batch

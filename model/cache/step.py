@@ -224,8 +224,8 @@ class Step:
             start += [begin] * (len(ids) - begin)
             place += range(new, len(ids))
         masked = self.on_device(torch.tensor(image)) if any(image) else None
-        ids, start, place = (self.on_device(torch.tensor(x)) for x in (ids, start, place))
-        return ids, start, masked, place
+        tokens, starts, places = (self.on_device(torch.tensor(x)) for x in (ids, start, place))
+        return tokens, starts, masked, places
 
     def engram_rows(self, layer: int, token_map: Tensor) -> Tensor:
         """Rows int64 [T, G] of Engram layer `layer` (a backbone layer id) for the new tokens."""

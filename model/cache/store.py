@@ -55,7 +55,10 @@ class Store:
             found = raw.view(-1, unit * raw.shape[1]).index_select(0, places.flatten())
             shape = (*places.shape, -1) if unit == 1 else (places.numel() * unit, raw.shape[1])
             parts.append(found.view(shape).view(tensor.dtype))
-        return self.format.unpack(*parts, self.width, dtype) if self.format else parts[0].to(dtype)
+        if not self.format:
+            return parts[0].to(dtype)
+        codes, scale = parts
+        return self.format.unpack(codes, scale, self.width, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -81,13 +81,13 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
         kept = {s.name: s.kept().clone() for s in sources if s.kept is not None and s.name not in packed}
         for source in sources:
             target, row = targets[source.name].tensor, 0
-            if source.name in packed:
+            if isinstance(target, PackedWeight):
                 _copy_stored(target, source)
                 continue
             for block in source.blocks():
                 target[row : row + len(block)].copy_(block)
                 row += len(block)
-    model.released_scales = kept
+    model.released_scales = kept  # type: ignore[assignment]
 
 
 def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
@@ -158,7 +158,7 @@ def _problems(
     problems, expected = [], set()
     for name, shape in shapes.items():
         packing = packings.get(name)
-        parts = [(name, shape, PLAIN)]
+        parts: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [(name, shape, PLAIN)]
         if packing is not None:
             try:
                 codes = packing.codes_shape(*shape)

@@ -133,7 +133,7 @@ def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
 
 def allocate_scales(model: nn.Module, names: Container[str]) -> None:
     """Make room in `model.released_scales` for this process's rows of the scales of some weights, not yet written."""
-    model.released_scales = {
+    model.released_scales = {  # type: ignore[assignment]
         part.name: torch.empty(packing_of(part.name).scale_shape(*part.tensor.shape), dtype=torch.float8_e8m0fnu)
         for part in (released_tensors(model) if names else ())
         if part.name in names and part.tensor is not None

@@ -369,7 +369,7 @@ def _fill(path: Path, layout: _Layout) -> int:
             file.seek(begin + stored.first_byte)
             for block in stored.blocks():
                 block = block.detach().to("cpu", stored.dtype).contiguous()
-                written += file.write(memoryview(block.flatten().view(torch.uint8).numpy()))
+                written += file.write(block.flatten().view(torch.uint8).numpy().data)
             assert file.tell() <= begin + stored.nbytes, f"{stored.name}: too many rows"
         file.flush()
         os.fsync(file.fileno())

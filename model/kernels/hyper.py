@@ -6,6 +6,8 @@ backward), collapse and expand one each. Tokens lie last in the coefficients' ti
 numbers of a token and a Sinkhorn step stays in its registers.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +39,7 @@ def _coefficients(
     """
     tokens, n, d = streams.shape
     rows = fn.shape[0]
-    new = {"dtype": torch.float32, "device": streams.device}
+    new: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
     pre, post, comb = torch.empty(tokens, n, **new), torch.empty(tokens, n, **new), torch.empty(tokens, n, n, **new)
     mixes, norm = torch.empty(rows, tokens, **new), torch.empty(tokens, **new)
     denominators = torch.empty(2 * iters - 1, n, tokens, **new)
@@ -83,7 +85,7 @@ def _coefficients_backward(
     """Gradients of streams, fn, base and scale. Sums over tokens are taken in a fixed order."""
     tokens, n, d = streams.shape
     rows = fn.shape[0]
-    new = {"dtype": torch.float32, "device": streams.device}
+    new: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
     programs = triton.cdiv(tokens, TOKENS)
     d_product, along = torch.empty(rows, tokens, **new), torch.empty(tokens, **new)
     d_base, d_scale = torch.empty(programs, rows, **new), torch.empty(programs, 3, **new)

@@ -38,7 +38,8 @@ _recorded: list[Launch] | None = None
 def recording() -> Iterator[list[Launch]]:
     """Collect the launches on meta tensors inside the body; nothing runs there."""
     global _recorded
-    _recorded = found = []
+    found: list[Launch] = []
+    _recorded = found
     try:
         yield found
     finally:

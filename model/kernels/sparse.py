@@ -411,7 +411,7 @@ def _load_parts(rows, place, seen, DIM: tl.constexpr, PART: tl.constexpr, PARTS:
     for part in tl.static_range(PARTS):
         channel = part * PART + tl.arange(0, PART)[None, :]
         tile = tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
-        parts = parts + (tile,)
+        parts = parts + (tile,)  # type: ignore[assignment]
     return parts
 
 

@@ -94,4 +94,4 @@ def mark_shards(model: nn.Module) -> None:
         shard = getattr(module, "shard", None)
         if shard is not None and shard.ranks.size > 1:
             for parameter in module.parameters(recurse=False):
-                parameter.shard = shard
+                parameter.shard = shard  # type: ignore[attr-defined]

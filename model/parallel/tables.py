@@ -16,12 +16,12 @@ from model.precision import without_autocast
 
 
 class Lookup(NamedTuple):
-    """Rows of a table: `values` [U, dim], and `index`, int64 of any shape, with the position of each requested row in
+    """Rows of a table: `values` [U, dim], and `places`, int64 of any shape, with the position of each requested row in
     it. While `work` is set the rows are still being received: use what `arrived` returns.
     """
 
     values: Tensor
-    index: Tensor
+    places: Tensor
     work: dist.Work | None = None
 
     def arrived(self) -> Lookup:
@@ -31,7 +31,7 @@ class Lookup(NamedTuple):
 
     def rows(self) -> Tensor:
         """[*index.shape, dim]."""
-        return F.embedding(self.index, self.values)
+        return F.embedding(self.places, self.values)
 
 
 class Table(nn.Embedding, Watched):
