@@ -182,7 +182,7 @@ def test_small_batches_give_the_same_step(monkeypatch):
     other = [p.clone() for p in params]
     _step(params, grads, [torch.zeros_like(p) for p in params], blocks)
     monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", 2 * 6 * 8)
-    sizes = [sum(piece.count for piece in batch) for batch in muon._batches(other, blocks)]
+    sizes = [sum(piece.number for piece in batch) for batch in muon._batches(other, blocks)]
     assert max(sizes) == 2 and sum(sizes) == 5 + 2 + 1 + 1
     _step(other, grads, [torch.zeros_like(p) for p in other], blocks)
     for a, b in zip(params, other, strict=True):
@@ -192,7 +192,7 @@ def test_small_batches_give_the_same_step(monkeypatch):
 def test_equal_shapes_of_all_parameters_share_one_batch():
     params = [torch.zeros(64, 6, 8), torch.zeros(64, 8, 6), torch.zeros(24, 8), torch.zeros(8, 6)]
     batches = list(muon._batches(params, [None, None, ((4, 6),), None]))
-    assert [sum(piece.count for piece in batch) for batch in batches] == [64 + 64 + 4 + 1]
+    assert [sum(piece.number for piece in batch) for batch in batches] == [64 + 64 + 4 + 1]
 
 
 def test_bf16_parameters_keep_fp32_momentum():
