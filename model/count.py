@@ -249,7 +249,8 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     def inputs(products: int, size: int) -> int:  # autocast copies a product's input for every product
         return products * 2 * size if bf16 else 4 * size
 
-    saved: dict[str, float] = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n) + _norm(d))}
+    sinkhorn = n * (2 * c.hc_sinkhorn_iters - 1)  # the denominators of its steps
+    saved: dict[str, float] = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n + sinkhorn) + _norm(d))}
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
     attention: float = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
     attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
@@ -258,7 +259,7 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
         attention += 8 * dim * (ratio > 1) + 8
         attention += (_norm(dim) + 4 * c.qk_rope_head_dim + 2 * width * dim + _norm(c.index_head_dim)) / ratio
     saved["attention"] = attention + 4 * c.index_topk * source
-    saved["routed experts"] = 8 * c.n_routed_experts + 24 * k + 4 + width * k * d + 3 * width * k * f
+    saved["routed experts"] = 8 * c.n_routed_experts + 40 * k + 4 + width * k * d + 3 * width * k * f
     saved["shared expert"] = 4 * d + (inputs(2, d) if bf16 else 0) + 3 * width * f + 4 * d
     if layer in c.engram_layer_ids:
         rows = c.engram_hash_heads
