@@ -30,7 +30,7 @@ class Lookup(NamedTuple):
         return self._replace(work=None)
 
     def rows(self) -> Tensor:
-        """[*index.shape, dim]."""
+        """[*places.shape, dim]."""
         return F.embedding(self.places, self.values)
 
 
