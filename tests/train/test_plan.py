@@ -15,7 +15,7 @@ from train.config.compose import CONF_DIR
 from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.loop import train_step
-from train.tasks.plan import GIB, Item, owned, plan, report, update_flops
+from train.tasks.plan import GIB, Item, ResourcePlan, owned, plan, report, update_flops
 
 
 @pytest.mark.parametrize("rules", ["report", "adamw"])
@@ -92,16 +92,21 @@ def test_traffic_of_the_all_to_alls(make_config) -> None:
 
 
 def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
+    def last_lines(*changes: str) -> tuple[ResourcePlan, list[str]]:
+        found = plan(make_config(*changes))
+        return found, report(found).splitlines()[-2:]
+
     need = plan(make_config()).total / GIB
-    assert (
-        report(plan(make_config(f"parallel.gpu_memory_gib={need * 1.01}"))).splitlines()[-1].startswith("FITS: needs")
-    )
-    tight = report(plan(make_config(f"parallel.gpu_memory_gib={need * 0.99}"))).splitlines()[-2]
-    assert tight.startswith("DOES NOT FIT: needs") and "Largest: activations, " in tight
-    short = report(plan(make_config("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2"))).splitlines()[
-        -1
-    ]
-    assert short.startswith("NEEDS") and "Largest: optimizer state, " in short
+    found, (_, fits) = last_lines(f"parallel.gpu_memory_gib={need * 1.01}")
+    assert fits.startswith(f"FITS: needs {need:.2f} of {need * 1.01:g} GiB on a GPU.")
+    found, (tight, _) = last_lines(f"parallel.gpu_memory_gib={need * 0.99}")
+    activations = sum(size for name, size in found.terms.items() if name.startswith("activations"))
+    largest = f"Largest: activations, {activations / GIB:.2f} GiB."
+    assert tight == f"DOES NOT FIT: needs {need:.2f} of {need * 0.99:g} GiB on a GPU. {largest}"
+    found, (_, short) = last_lines("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2")
+    state = f"Largest: optimizer state, {sum(found.state.values()) / GIB:.2f} GiB."
+    compared = "give parallel.gpu_memory_gib to have it compared"
+    assert short == f"NEEDS {found.total / GIB:.2f} GiB on a GPU; {compared}. {state}"
 
 
 def test_the_rows_named_are_the_longest_that_fit(make_config) -> None:
@@ -124,10 +129,26 @@ def test_the_released_model_on_a_cluster(compose_raw) -> None:
     config = parse(compose_raw("task=plan", "model=v41_flash", "parallel=cluster"))
     assert config.optim.rules == "report" and parse(compose_raw("task=plan", "optim=adamw")).optim.rules == "adamw"
     printed = report(plan(config))
-    for fact in ("551,880,804,464", "196,613,849,600", "7,895,552,824", "16,130,558,064", " 890\n", "DOES NOT FIT"):
-        assert fact in printed, f"{fact!r} not in\n{printed}"
-    drafter = printed.split("drafter (mtp.*)")[1].split("\n\n")[0]
-    assert "13,589,544,960" in drafter and re.search(r"all +14,2\d\d,", drafter)
+    parameters = section(printed, "parameters")
+    assert parameters["backbone: all but Engram tables, vision"] == 551_880_804_464
+    assert parameters["Engram tables"] == 196_613_849_600
+    assert parameters["routed experts"] == 40 * 384 * 3 * 5120 * 2304
+    parts = sum(count for name, count in parameters.items() if name != "all" and not name.startswith("backbone"))
+    assert parameters["all"] == parts == 748_979_922_544
+    drafter = section(printed, "drafter (mtp.*)")
+    assert drafter["routed experts"] == 13_589_544_960 and drafter["all"] == 14_225_361_762
+    assert section(printed, "active parameters") == {"prefill": 7_895_552_824, "decode": 16_130_558_064}
+    assert section(printed, "KV cache")["all"] == 640 + 80 + 160 + 10
+    memory = section(printed, "memory of the fullest GPU")
+    assert memory["all"] == pytest.approx(sum(size for name, size in memory.items() if name != "all"), abs=0.1)
+    assert printed.splitlines()[-2].startswith(f"DOES NOT FIT: needs {memory['all']:.2f} of 139 GiB on a GPU.")
+
+
+def section(printed: str, heading: str) -> dict[str, float]:
+    """The first number of each line below a heading of the report."""
+    lines = printed.split(f"\n{heading}", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    found = (re.match(r"  (\S.*?)  +([\d,.]+)(?: |$)", line) for line in lines)
+    return {match[1]: float(match[2].replace(",", "")) for match in found if match}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF_DIR / "parallel").glob("*.yaml")))

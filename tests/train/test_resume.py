@@ -22,6 +22,7 @@ from train.config.problems import ConfigError
 from train.config.schema import Config
 from train.errors import InputError, Interrupted
 from train.evaluation.probe import Probe
+from train.logging.log import evaluation_line, step_line
 from train.run import only_process_in
 from train.tasks import pretrain
 
@@ -154,7 +155,9 @@ def test_complete_run_only_reports(make_config, whole: Config, capsys: pytest.Ca
     capsys.readouterr()
     pretrain.run(whole)
     out = capsys.readouterr().out
-    assert "it is complete, raise task.tokens to train on" in out and "validation loss: first" in out
+    first, *_, last = numbers(whole.run_dir)
+    assert "it is complete, raise task.tokens to train on" in out
+    assert f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token" in out
     assert (whole.run_dir / "metrics.jsonl").read_text() == before
 
 
@@ -202,19 +205,25 @@ def test_what_a_run_leaves(whole: Config, capsys: pytest.CaptureFixture[str]) ->
         "tokenizer.json",
         "train.log",
     ]
-    log = (whole.run_dir / "train.log").read_text(encoding="utf-8")
     assert (whole.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for text in (
-        "step=1 loss=",
-        "step=6 valid_loss=",
-        "nats per token, ratio",
-        "sample:",
-        "checkpoint:",
-        "plot:",
-        "metrics:",
-    ):
-        assert text in log
-    assert log.count("\nstep=") == 8, "six steps and two evaluations"
+    lines = (whole.run_dir / "train.log").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
+    shown = {"train": step_line, "valid": evaluation_line}
+    expected = [shown[record["kind"]](record) for record in records]
+    assert len(expected) == 8, "six steps and two evaluations"
+    assert [line for line in lines if line.startswith("step=")] == expected
+    first, last = records[0]["loss"], records[-1]["loss"]
+    end = f"validation loss: first {first:.4f} final {last:.4f} nats per token, ratio {last / first:.1%}"
+    assert [line.partition(", final ")[0] for line in lines if line.startswith("validation loss")] == [end] * 2
+    assert "sample: 'def main():\\n' continues" in lines
+    for key, path in (("checkpoint", "checkpoints/step-00000006"), ("plot", "loss.png"), ("metrics", "metrics.jsonl")):
+        assert {line.split()[1] for line in lines if line.startswith(f"{key}:")} == {str(whole.run_dir / path)}
+
+
+def test_the_line_of_a_step() -> None:
+    record = {"step": 6, "loss": 2.5, "grad_norm": 0.1234, "lr": 1e-3, "tokens": 1536, "tokens_per_second": 99.4}
+    line = "step=6 loss=2.5000 grad_norm=0.123 lr=1.000e-03 tokens=1536 tok/s=99 data_wait=1.0% mem=0.50GiB"
+    assert step_line({**record, "data_wait": 0.0101, "memory_gib": 0.499, "index_kl": [], "expert_load": {}}) == line
 
 
 def launch(overrides: list[str], log: Path, program: tuple[str, ...] = ("-m", "train")) -> Program:

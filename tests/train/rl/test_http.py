@@ -380,7 +380,7 @@ def test_new_weights_interrupt_and_go_on(make_server, make_rollout, model, tmp_p
         for server in servers:
             server.hold = math.inf
         save_pretrained(policy, folder)
-        time.sleep(0.2)
+        until(lambda: not any(server.streams for server in servers))  # broken off, or written to the end
         written.append(lengths(rollout))
 
     rollout.export = export
@@ -567,11 +567,19 @@ def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_s
         for server in servers:
             server.hold = tokens
 
+    def held_back() -> list[list[int]]:
+        """What the servers have not finished, and do not go on with: prompts with the tokens so far."""
+        found = []
+        for server in servers:
+            with server.lock:
+                found += [[*one.request.prompt, *one.tokens] for one, *_ in server.streams.values()]
+        return found
+
     def poll(self: HttpRollout) -> list[Sample]:
         if self.version and servers[0].hold:
             hold(0)
-            time.sleep(0.2)  # what is on its way arrives
-            if any(sample.tokens and not sample.finish for sample in self.samples.values()):
+            begun = [[*sample.request.prompt, *sample.tokens] for sample in self.samples.values() if sample.tokens]
+            if any(text[: len(one)] == one for text in held_back() for one in begun):
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 hold(math.inf)
