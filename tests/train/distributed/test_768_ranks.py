@@ -22,7 +22,7 @@ from train.build import build_optimizer
 from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed import failure_detector
-from train.distributed.failure_detector import Watch
+from train.distributed.failure_detector import FailureDetector
 from train.distributed.launchers import ProcessInfo
 from train.distributed.world import World
 from train.tasks.plan import plan
@@ -110,13 +110,13 @@ class Store:
     def __init__(self, size: int) -> None:
         self.inner, self.calls = dist.HashStore(), Counter[str]()
         for rank in range(size):
-            self.inner.set(f"where/{rank}", f"node{rank // PER_NODE} {10_000 + rank}")
-            self.inner.set(f"beat/{rank}", "0")
+            self.inner.set(f"process/{rank}", f"node{rank // PER_NODE} {10_000 + rank}")
+            self.inner.set(f"heartbeat/{rank}", "0")
 
     def beat(self, ranks: range, count: int, silent: int | None = None) -> None:
         for rank in ranks:
             if rank != silent:
-                self.inner.set(f"beat/{rank}", str(count))
+                self.inner.set(f"heartbeat/{rank}", str(count))
 
     def __getattr__(self, name: str):
         def call(*arguments):
@@ -128,40 +128,38 @@ class Store:
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_detector, "BEAT", 1.0)
-    monkeypatch.setattr(failure_detector, "SILENCE", 3.0)
+    monkeypatch.setattr(failure_detector, "HEARTBEAT_INTERVAL", 1.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
-def look(watch: Watch, store: Store, beats: int, silent: int | None = None) -> str | None:
-    """What it finds within so many beats of all others but one."""
+def check(detector: FailureDetector, store: Store, beats: int, silent: int | None = None) -> str | None:
+    """What it finds within so many heartbeats of all others but one."""
     for count in range(1, beats + 1):
         store.beat(range(SIZE), count, silent)
-        if found := watch._look():
+        if found := detector._check():
             return found
     return None
 
 
 def test_a_silent_rank_among_768_is_named(no_waiting) -> None:
     store = Store(SIZE)
-    watch = Watch(store, 0, SIZE)
-    assert look(watch, store, 20) is None
-    assert look(watch, store, 3, silent=613) is None
-    assert look(watch, store, 2, silent=613) == "rank 613 (process 10613 on node76) is gone"
-    other = Watch(store, 42, SIZE)
-    assert other._look() == "rank 613 (process 10613 on node76) is gone", "rank 0 has left word for all"
+    detector = FailureDetector(store, 0, SIZE, timeout=3.0)
+    assert check(detector, store, 20) is None
+    assert check(detector, store, 3, silent=613) is None
+    assert check(detector, store, 2, silent=613) == "rank 613 (process 10613 on node76) is gone"
+    other = FailureDetector(store, 42, SIZE, timeout=3.0)
+    assert other._check() == "rank 613 (process 10613 on node76) is gone", "rank 0 has told all"
 
 
-def test_a_rank_asks_the_store_as_often_in_any_world(no_waiting) -> None:
-    """All but ranks 0 and 1, which look at the others: 766 ranks share one store."""
-    calls = []
+@pytest.mark.parametrize(("rank", "calls"), [(0, 2), (1, 2), (9, 1)])
+def test_a_rank_calls_the_store_as_often_in_any_world(no_waiting, rank: int, calls: int) -> None:
     for size in (16, SIZE):
         store = Store(size)
-        watch = Watch(store, 9, size)
+        detector = FailureDetector(store, rank, size, timeout=3.0)
+        assert store.calls == {"set": 2, "multi_get": 1}
         store.calls.clear()
-        assert watch._look() is None
-        calls.append(store.calls.total())
-    assert calls == [1, 1]
+        assert detector._check() is None
+        assert store.calls.total() == calls
 
 
 def test_ranks_of_768_that_did_not_start_are_named_in_spans() -> None:
