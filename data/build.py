@@ -59,7 +59,7 @@ def build_loaders(
         tokenizer: from `load_tokenizer`.
         seq_len: tokens of a row.
         batch_size: rows of a micro-batch over all ranks. Each rank gets `batch_size / world_size` of them.
-        seed: of the shuffled order.
+        seed: determines the shuffled order.
         vision: the model's `vision_config`. Sources with images need it, others ignore it.
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.

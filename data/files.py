@@ -83,7 +83,7 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells what a file holds: in lower case, without that of a packed file."""
+    """The lower-case suffix that identifies the content, ignoring compression suffixes such as .gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:
         suffixes.pop()

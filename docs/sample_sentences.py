@@ -37,7 +37,7 @@ def sentences() -> Iterator[tuple[str, str]]:
             for line, text in texts(path):
                 for sentence in re.split(r"(?<=[.:;?!])\s+(?=[A-Z`])|\n\s*\n", text):
                     words = " ".join(sentence.split())
-                    if len(words.split()) >= SHORTEST:
+                    if len(words.split()) >= SHORTEST and words[0].isalnum():
                         yield f"{path.relative_to(ROOT)}:{line}", words
 
 

@@ -285,7 +285,7 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the two auxiliary losses beside the language-model loss (SPEC section 6).
+    """Weights of the two auxiliary losses beside the language-model loss (V4.1 report, optimisation).
 
     indexer_kl: of the indexers' KL loss; 0 leaves the indexers untrained.
     router_balance: of the sequence-level balance loss of the routers.

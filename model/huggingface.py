@@ -617,7 +617,7 @@ def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
 
 
 def _bytes(size: int | str) -> int:
-    """A number of bytes, also as transformers writes it: "5GB"."""
+    """Bytes from an integer or a string such as "5GB"."""
     if isinstance(size, int):
         return size
     if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):

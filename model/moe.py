@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     load: Tensor
 
     def none(self) -> Routing:
-        """The routing of no tokens."""
+        """An empty routing: no tokens, zero load."""
         return Routing(self.indices[:0], self.weights[:0], self.scores[:0], torch.zeros_like(self.load))
 
 

@@ -29,7 +29,7 @@ class Constant:
 
 
 def count_ids(ids: Tensor, size: int) -> Tensor:
-    """int64 [size]: how often each of the numbers 0..size-1 comes in ids. Exact, since integers add up in any order."""
+    """int64 [size]: how often each of 0..size-1 occurs in ids. Exact, since integers add up in any order."""
     ids = ids.flatten()
     return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
 

@@ -4,7 +4,7 @@ A `PackedWeight` stands in the place of a parameter of a quantised checkpoint (r
 packing). It has the logical shape and dtype of the values, so that `nn.Linear`, adapters of `peft`, autocast and
 recomputation work as they do on plain weights. A product unpacks the matrix in the forward and again in the backward:
 autograd saves the bytes, never the values. A look-up unpacks only the rows that it reads. The values are bit for bit
-those of a full read, so losses and the gradients of adapters are too (SPEC section 4).
+those of a full read, so losses and the gradients of adapters are too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PackedWeight(Tensor):
         return unpack(self.codes[expert], self.scale[expert], self.packing).to(self.dtype).contiguous()
 
     def rows(self, index: Tensor) -> Tensor:
-        """The plain rows that int64 `index` (any shape) names: [*index.shape, columns]."""
+        """The unpacked rows selected by int64 `index` (any shape): [*index.shape, columns]."""
         if self.transposed or self.codes.dim() != 2 or self.packing.tile_rows != 1:
             return self.values()[index]
         flat = index.flatten()

@@ -65,7 +65,7 @@ def dense_attention(
 
 
 def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """Softmax over keys and the sink, without the sink: fp32 [T, H, n] from dots [T, H, n] and hidden bool [T, n]."""
+    """Softmax over keys and sink; its own column is dropped: dots [T, H, n], hidden bool [T, n] -> fp32 [T, H, n]."""
     scores = (dots.float() * scale).masked_fill(hidden[:, None, :], float("-inf"))
     scores = torch.cat([scores, sink.float()[None, :, None].expand(scores.shape[0], -1, 1)], dim=-1)
     return scores.softmax(-1)[..., :-1]

@@ -172,7 +172,7 @@ def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Itera
 
 
 def _pieces(index: int, shape: Sequence[int], split: Blocks | None, most: int) -> Iterator[_Piece]:
-    """The logical matrices of one parameter; neighbours of equal size share a piece of at most `most` elements."""
+    """One parameter's logical matrices; adjacent ones of equal size are grouped, up to `most` elements."""
     *stacked, rows, columns = shape
     spans = ((stacked[0], rows),) if stacked else split or ((1, rows),)
     start = 0

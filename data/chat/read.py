@@ -106,7 +106,7 @@ class _Reader:
             raise self.bad(f"unsupported key {key}", f"{where}{key} = {value!r:.60}; {keys[key]}")
 
     def _with_template_options(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with `chat_template_kwargs` as its own thinking and effort."""
+        """The record with thinking and effort copied from `chat_template_kwargs`."""
         options = record.get("chat_template_kwargs")
         if not options:
             return record
@@ -184,7 +184,7 @@ class _Reader:
         return [*items[:place], {**items[place], "tools": tools}, *items[place + 1 :]]
 
     def _turns(self, items: list[dict[str, Any]]) -> list[Message]:
-        """The messages of the record. Those of a user turn, tool results included, are joined into one."""
+        """The messages of the record. The messages of a user turn, tool results included, are merged into one."""
         messages: list[Message] = []
         calls: tuple[ToolCall, ...] = ()  # of the last answer, while their results can still follow
         blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # of this user turn: (call id if it is a result, parts)

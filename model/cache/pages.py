@@ -35,7 +35,7 @@ class CachedSequence:
 
 
 class Cache:
-    """BlockState of many sequences. `open` gives a row number, `close` frees it for another sequence.
+    """State of many sequences. `open` gives a row number, `close` frees it for another sequence.
 
     kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
     prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.

@@ -78,7 +78,7 @@ class Table(nn.Embedding, Watched):
 
 
 class _Fetch(torch.autograd.Function):
-    """Rows of the shard `weight` requested by each rank -> rows requested here. What to wait for is added to
+    """Rows of the shard `weight` requested by each rank -> rows requested here. Appends the asynchronous handle to
     `works`.
     """
 

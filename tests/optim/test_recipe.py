@@ -1,4 +1,4 @@
-"""The rule table against the released names and SPEC's assignment, written out by hand here."""
+"""The rule table against the released names and the report's assignment, written out by hand here."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_only_values_are_opened_for_the_check() -> None:
         "unknown=1",
         "optim@x=adamw",
     ]
-    run_session = [
+    expected = [
         "model=tiny",
         "experiment=demo",
         "++task.tokens=5",
@@ -200,7 +200,7 @@ def test_only_values_are_opened_for_the_check() -> None:
         "++unknown=1",
         "optim@x=adamw",
     ]
-    assert open_overrides(given) == run_session
+    assert open_overrides(given) == expected
 
 
 def test_round_trip_has_no_difference(make_config) -> None:

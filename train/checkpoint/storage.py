@@ -431,16 +431,16 @@ class _Reader(StorageReader):
             path = self.folder / file
             try:
                 headers = file_headers(path)
-                with safe_open(path, framework="pt") as run_session:
+                with safe_open(path, framework="pt") as file:
                     for item, chunk in items:
-                        self._read(run_session, headers, item, chunk, planner.resolve_tensor(item))
+                        self._read(file, headers, item, chunk, planner.resolve_tensor(item))
             except (OSError, ValueError, SafetensorError) as error:
                 raise damaged(path, error) from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, run_session: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
+    def _read(self, file: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
         """Copy some rows of a chunk, a few at a time."""
         name = item.storage_index.fqn
         dtype, shape, _ = self.index[name]
@@ -451,8 +451,8 @@ class _Reader(StorageReader):
         if headers[key].dtype != SPELLED[dtype] or headers[key].shape != wanted:
             raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, not as {INDEX} says")
         if not shape:
-            target.copy_(run_session.get_tensor(key))
+            target.copy_(file.get_tensor(key))
             return
         first = item.storage_offsets[0]
         for rows in row_blocks(tuple(item.lengths)):
-            target[rows].copy_(run_session.get_slice(key)[first + rows.start : first + rows.stop])
+            target[rows].copy_(file.get_slice(key)[first + rows.start : first + rows.stop])
