@@ -4,11 +4,12 @@ Read backbone.py first (the whole forward), then attention.py, indexer.py, spars
 vision.py; layout.py and quantize.py when a shape or a rounding is unclear; training_losses.py and loss.py; build.py and
 init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and generation.py.
 
-A file imports only from lines above its own:
+A file imports only from lines above its own (and of its own package):
     kernels.switch
     config
-    no_wait, precision, kernels, norm, rope, quantize, packed, init, parallel
-    layout, hyper, loss, sparse
+    no_wait, precision, kernels
+    norm, rope, quantize, init
+    packed, parallel, layout, hyper, loss, sparse
     indexer, moe, engram, vision
     cache
     attention, training_losses

@@ -1,4 +1,4 @@
-"""RMSNorm, computed in fp32 and cast back."""
+"""RMSNorm, computed in fp32 and cast back. Shapes: any, normalised over the last axis, d."""
 
 from __future__ import annotations
 

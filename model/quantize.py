@@ -8,6 +8,8 @@ them too:
   MXFP4 indexer   groups of 32, UE8M0 scale, E2M1 values
   FP4 main KV     groups of 16, E4M3 scale, E2M1 values, no global scale
 The straight-through gradient is the identity, also where a value was clipped.
+
+Shapes: [..., width] of any kind of state, cut into groups of 16 or 32 along the last axis; [rows, columns] of weights.
 """
 
 from __future__ import annotations

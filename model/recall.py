@@ -1,4 +1,4 @@
-"""How well the indexers select, measured against dense attention."""
+"""How well the indexers select, measured against dense attention. Shapes: T tokens, N entry slots, K `index_topk`."""
 
 from __future__ import annotations
 

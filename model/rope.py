@@ -1,4 +1,7 @@
-"""Rotary position embedding: adjacent pairs, fp32 complex multiply, on the last `qk_rope_head_dim` channels."""
+"""Rotary position embedding: adjacent pairs, fp32 complex multiply, on the last `qk_rope_head_dim` channels.
+
+Shapes: T tokens, rope = `qk_rope_head_dim`, D channels of a head; phasors are [T, rope/2].
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exchange of rows between ranks, differentiable: each rank sends any number of rows to every other."""
+"""Exchange of rows between ranks, differentiable: each rank sends any number of rows to every other.
+
+Shapes: R rows sent or received here, by rank in order of the group; any trailing shape.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tables whose rows may be split over ranks: the token embedding, the Engram tables, the head."""
+"""Tables whose rows may be split over ranks: the token embedding, the Engram tables, the head.
+
+Shapes: V rows of the whole table, U distinct rows of a look-up, dim columns.
+"""
 
 from __future__ import annotations
 
