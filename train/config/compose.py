@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path.name.startswith("_")}
 
 
+@functools.cache
 def composed(*choices: str) -> dict[str, Any]:
-    """The tree that ``conf/`` gives for group choices (``task=sft``), references resolved where they can be."""
+    """The tree that ``conf/`` gives for group choices (``task=sft``), references resolved. Only to be read."""
     if GlobalHydra.instance().is_initialized():
         return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
