@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from model.kernels.switch import kernels_problem
@@ -178,13 +180,13 @@ class ModelConfig:
             problems.append("tie_word_embeddings: V4.1 has separate embedding and head, must be false")
         for key in ("dtype", "torch_dtype"):  # of the files, which say it themselves
             raw.pop(key, None)
-        for key in ("text_config", "vision_config"):
-            if not isinstance(raw.get(key) or {}, dict):
-                raise ValueError(f"{key}: must be a mapping of the released keys, got {type(raw[key]).__name__}")
         ids = {k: raw.pop(k) for k in ("image_token_id", "bos_token_id", "eos_token_id", "pad_token_id") if k in raw}
-        text_raw = dict(raw.pop("text_config", None) or {})
-        vision_raw = raw.pop("vision_config", None)
-        scaling = dict(text_raw.pop("rope_scaling", None) or {})
+        for key, value in ids.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                problems.append(f"{key}: {value!r} must be a token id, 0 or more")
+        text_raw = _mapping(raw, "text_config")
+        vision_raw = _mapping(raw, "vision_config")
+        scaling = _mapping(text_raw, "rope_scaling", "text_config.")
         if "type" in scaling:  # released files spell the key either way
             scaling.setdefault("rope_type", scaling.pop("type"))
         rope = _fill(RopeScaling, scaling, "text_config.rope_scaling", problems)
@@ -454,6 +456,14 @@ def vision_problems(v: VisionConfig) -> Iterator[str]:
             yield f"vision_config.{key}: is {getattr(v, key)}, must be positive"
 
 
+def _mapping(raw: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
+    """Take a section out of `raw`; empty if it is missing or null. Raises ValueError if it is something else."""
+    value = raw.pop(key, None)
+    if not isinstance(value, dict | NoneType):
+        raise ValueError(f"{prefix}{key}: must be a mapping of the released keys, got {value!r}")
+    return dict(value or {})
+
+
 def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> Any:
     """Make dataclass `cls` from `raw`; unknown keys and wrong types become problems."""
     known = {f.name: f for f in dataclasses.fields(cls)}
@@ -477,13 +487,13 @@ def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> An
         elif isinstance(default, int):
             ok = isinstance(value, int) and not isinstance(value, bool)
         elif isinstance(default, float) or default is None:
-            ok = (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
-                default is None and value is None
-            )
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            ok = number or (default is None and value is None)
         else:
             ok = isinstance(value, type(default))
         if not ok:
-            want = "a list of integers" if isinstance(default, tuple) else type(default).__name__
+            kind = {tuple: "a list of integers", float: "a finite number", type(None): "a finite number or null"}
+            want = kind.get(type(default), type(default).__name__)
             problems.append(f"{where}.{key}: {value!r} must be {want}")
             continue
         values[key] = value

@@ -50,6 +50,19 @@ def part_of(name: str) -> str:
     raise AssertionError(f"{name} belongs to no part; add it to PARTS")
 
 
+def least_parameters(text: TextConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
+    """A lower bound of the parameters that a process holds, from the large matrices alone. Builds nothing, so that it
+    has an answer for any size. With `table_shards` token embedding and head count as if they were split too.
+    """
+    d, heads = text.hidden_size, text.num_attention_heads * text.head_dim
+    outputs = heads // text.o_groups * text.o_groups * text.o_lora_rank + text.o_groups * text.o_lora_rank * d
+    attention = d * text.q_lora_rank + text.q_lora_rank * heads + d * text.head_dim + outputs
+    experts = 3 * d * text.moe_intermediate_size * (1 + text.n_routed_experts // expert_parallel)
+    layers = text.num_hidden_layers * (attention + experts + d * text.n_routed_experts)
+    tables = 2 * text.vocab_size * d + sum(text.engram_num_embeddings) * text.engram_head_dim
+    return layers + tables // table_shards
+
+
 def parameters(model: nn.Module) -> dict[str, int]:
     """Number of parameters of each part of a model or drafter; parts the model lacks are 0. Backbone: all but
     `OUTSIDE_BACKBONE`.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from tokenizers import Tokenizer
 
@@ -17,6 +18,7 @@ from data import build_loaders, load_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.build import allocate_model
 from model.checkpoint.names import check_packable
+from model.count import least_parameters
 from model.engram import build_token_map
 from model.packed import held_bytes
 from model.parallel.ranks import RankGroup
@@ -130,6 +132,7 @@ def build(config: Config, world: World | None = None) -> Run:
     """
     seed_everything(config.seed)
     world = world or World(pick_device(config.parallel.device))
+    check_size(config, world.device)
     tokenizer = load_tokenizer(config.data)
     given = ModelConfig.from_dict(config.model)
     model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
@@ -149,6 +152,26 @@ def build(config: Config, world: World | None = None) -> Run:
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
+
+
+def check_size(config: Config, device: torch.device) -> None:
+    """Refuse a model that cannot fit: weights and gradients in fp32, or if they are frozen half a byte each.
+
+    Raises:
+        ConfigError: with what it needs and what there is.
+    """
+    text, layout = ModelConfig.from_dict(config.model).text, config.parallel
+    frozen = config.lora.on or config.dspark is not None
+    needed = least_parameters(text, layout.expert_parallel, layout.table_shards) * (0.5 if frozen else 8)
+    if device.type == "cuda":
+        present, where = torch.cuda.get_device_properties(device).total_memory, "GPU"
+    else:
+        present, where = psutil.virtual_memory().total, "machine"
+    if needed > present:
+        what = "weights" if frozen else "weights and gradients"
+        needs = f"needs at least {needed / 2**30:,.0f} GiB a process for its {what}"
+        remedy = "Use a smaller model, or split it (parallel.expert_parallel, parallel.table_shards)"
+        raise ConfigError([f"model: {needs}; a {where} like this one has {present / 2**30:.0f} GiB. {remedy}"])
 
 
 def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:

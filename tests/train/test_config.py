@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
+import random
 import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from data import DataConfig
 from model import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig
+from model.build import allocate_model
+from model.count import least_parameters
 from optim import Schedule, Settings
 from train import loop
 from train.__main__ import run_task
@@ -257,8 +264,6 @@ def test_settings_that_came_later_count_as_saved_with_their_defaults(make_config
         'optim.router_bias_mode: "separate" -> "off"',
         "runtime.decoder_replay: false -> true",
     ]
-    with pytest.raises(ConfigError, match="1 problem .*\n.*past.setting: 1 -> null"):
-        check_resumable({**to_dict(make_config()), "past": {"setting": 1}}, make_config())
 
 
 def test_changes_that_continue_and_changes_that_do_not(make_config) -> None:
@@ -370,3 +375,100 @@ def test_a_default_in_the_code_is_that_of_the_files(compose_raw) -> None:
 def test_a_run_says_what_a_step_is(make_config, processes: int, expected: str) -> None:
     task = make_config("task.micro_batch=2", "task.global_batch_rows=8").task
     assert task.step_text(processes) == expected
+
+
+def test_a_key_that_is_none_any_more_is_left_out_and_told(make_config) -> None:
+    saved = to_dict(make_config())
+    saved["past"], saved["task"]["old"] = {"setting": 1}, "x"
+    saved["model"]["text_config"]["gone"] = 3
+    saved.pop("lora"), saved["runtime"].pop("decoder_replay")  # filled in all the same
+    assert sorted(check_resumable(saved, make_config())) == [
+        "model.text_config.gone: was 3; this version has no such key",
+        'past: was {"setting": 1}; this version has no such key',
+        'task.old: was "x"; this version has no such key',
+    ]
+    with pytest.raises(ConfigError, match="seed: 0 -> 1"):
+        check_resumable(saved, make_config("seed=1"))
+
+
+SHAPES = [-1, 0, 1, 1.0e30, math.nan, math.inf, None, "abc", "", [], [1, 2], {"a": 1}, True, 1.5, -0.0, 10**12]
+SHAPES += ["a b", "${x}", "${seed}", "???", [None], [[1]], [{}], [math.nan], "\0"]
+
+
+def places(tree: object, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value of a tree, sections and items of lists among them."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("experiment=demo",),
+        ("experiment=vision_base",),
+        ("task=rl", "rollout=sglang"),
+        ("task=dspark",),
+        ("task=check", "data=chat"),
+        ("task=convert",),
+        ("task=merge",),
+    ],
+    ids=" ".join,
+)
+def test_any_value_of_any_key_is_taken_or_refused_by_name(compose_raw, choices: tuple[str, ...]) -> None:
+    """Every key is given some values drawn by a seed."""
+    tree, draw = OmegaConf.to_container(compose_raw(*choices), resolve=False), random.Random(0)
+    for path in places(tree):
+        for value in draw.sample(SHAPES, 2):
+            changed = copy.deepcopy(tree)
+            section = changed
+            for part in path[:-1]:
+                section = section[part]
+            section[path[-1]] = copy.deepcopy(value)
+            try:
+                parse(changed)
+            except ConfigError as error:
+                assert all(re.match(r"[\w.\[\]]+( =|=|:| is| has)", line) for line in error.problems), error
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("model.text_config.rope_scaling=true", "model.text_config.rope_scaling"),
+        ("model.text_config.rope_scaling=0", "model.text_config.rope_scaling"),
+        ("model.text_config.rope_scaling.beta_fast=nan", "model.text_config.rope_scaling.beta_fast"),
+        ("model.text_config.rope_scaling.factor=inf", "model.text_config.rope_scaling.factor"),
+        ("model.vision_config=[]", "model.vision_config"),
+        ("++model.image_token_id=abc", "model.image_token_id"),
+        ("init_from='${x}'", "init_from"),
+        ("name='${x}'", "name"),
+    ],
+)
+def test_what_was_accepted_or_crashed_is_refused_by_its_key(compose_raw, change: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("experiment=demo", change))
+    assert re.match(rf"{re.escape(key)}\W", caught.value.problems[0]), caught.value
+
+
+@pytest.mark.parametrize("value", [0, False, "", [], 3])
+def test_a_section_of_the_model_is_a_mapping(value: object) -> None:
+    for key in ("text_config", "vision_config"):
+        with pytest.raises(ValueError, match=f"{key}: must be a mapping"):
+            ModelConfig.from_dict({key: value})
+
+
+def test_a_size_that_the_machine_cannot_hold_is_refused_with_what_it_needs(compose_raw, overrides, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_task(compose_raw(*overrides, "model.text_config.hidden_size=999999999999"))
+    error = capsys.readouterr().err
+    assert caught.value.code == 2, error
+    assert re.search(r"model: needs at least [\d,]+ GiB .+ like this one has \d+ GiB", error), error
+
+
+def test_the_least_size_of_a_model_is_less_than_its_size() -> None:
+    for name in ("bench", "v41_flash"):
+        raw = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "model" / f"{name}.yaml"))
+        config = replace(ModelConfig.from_dict(raw), vision=None)
+        model = allocate_model(config, None, None, "meta", torch.float32)
+        exact = sum(parameter.numel() for parameter in model.parameters())
+        assert 0.8 * exact < least_parameters(config.text) <= exact

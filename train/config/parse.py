@@ -29,10 +29,7 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
     try:
         tree, small = _resolved(OmegaConf.create(raw))
     except OmegaConfBaseException as error:  # an interpolation of a missing key
-        where = error.full_key or "the configuration"
-        raise ConfigError(
-            [f"{where}: {str(error.msg or error).splitlines()[0]}. Correct the ${{...}} reference"]
-        ) from None
+        raise _reference_error(error.full_key or "the configuration", error) from None
     if small is not None:
         return _parse_small(tree, small)
     config, problems, bad_keys = _convert(tree)
@@ -46,14 +43,25 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
 
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Conversion] | type[Merger] | None]:
     """Plain containers with references resolved, and the configuration type of a task that trains nothing."""
-    task = raw.get("task")
+    task = _value(raw, "task")
     small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
     if small is not None:  # the sections of a training run may refer to settings that this task does not have
         unused = {field.name for field in fields(Config)} - {"task"}
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
-    elif isinstance(raw.get("init_from"), str):
-        raw = OmegaConf.create(_with_pretrained(_plain(raw), raw.init_from))
+    elif isinstance(init_from := _value(raw, "init_from"), str):
+        raw = OmegaConf.create(_with_pretrained(_plain(raw), init_from))
     return OmegaConf.to_container(raw, resolve=True, throw_on_missing=False), small
+
+
+def _value(raw: DictConfig, key: str) -> Any:
+    try:
+        return raw.get(key)
+    except OmegaConfBaseException as error:  # which does not say where
+        raise _reference_error(key, error) from None
+
+
+def _reference_error(key: str, error: OmegaConfBaseException) -> ConfigError:
+    return ConfigError([f"{key}: {str(error.msg or error).splitlines()[0]}. Correct the ${{...}} reference"])
 
 
 def _plain(raw: DictConfig) -> dict[str, Any]:

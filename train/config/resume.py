@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from model import ModelConfig
 from train.config import moved
@@ -59,9 +59,12 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     Raises:
         ConfigError: naming every key whose change would make it another run.
     """
-    saved = moved.upgraded(saved)
-    complete = _completed(saved, config.task.kind)
-    changed = differences(saved, config) if complete is None else differences(to_dict(complete), _whole_model(config))
+    complete, gone = _completed(moved.upgraded(saved), config.task.kind)
+    changed = (
+        differences(moved.upgraded(saved), config)
+        if complete is None
+        else differences(to_dict(complete), _whole_model(config))
+    )
     lines = {key: f"{key}: {shown(old, 1000)} -> {shown(new, 1000)}" for key, old, new in changed}
     fatal = [text for key, text in lines.items() if not key.startswith(CHANGEABLE)]
     if fatal:
@@ -70,17 +73,40 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
             f"The run in {config.run_dir} was trained with the first values and cannot continue with the second ones. "
             "Restore them, or start another run with name=...",
         )
-    return list(lines.values())
+    dropped = [f"{key}: was {shown(value, 1000)}; this version has no such key" for key, value in gone.items()]
+    return [*lines.values(), *dropped]
 
 
-def _completed(saved: Mapping[str, Any], kind: str) -> Config | None:
-    """A saved configuration of task ``kind`` with today's defaults for what it lacks; None if it has what is gone."""
+def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict[str, Any]]:
+    """A saved configuration of task ``kind`` with today's defaults for what it lacks, and its keys that are none any
+    more, with their values. None if a value is of a kind that is not allowed any more.
+    """
     tree = _overlaid(composed(f"task={kind}"), saved)
     tree["model"] = saved.get("model")  # not laid over another one
-    try:
-        return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True))
-    except ValueError:
-        return None
+    tree, gone = json.loads(json.dumps(tree)), {}
+    while True:
+        try:
+            return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)), gone
+        except ValidationError as error:
+            unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "unexpected_keyword_argument"]
+        except ValueError as error:  # of the model
+            lines = [line.strip() for line in str(error).splitlines()]
+            unknown = [
+                ("model", *line.removesuffix(": unknown key").split("."))
+                for line in lines
+                if line.endswith(": unknown key")
+            ]
+        if not unknown:
+            return None, gone
+        for loc in unknown:
+            gone[".".join(map(str, loc))] = _take(tree, loc)
+
+
+def _take(tree: Any, loc: Sequence[str | int]) -> Any:
+    *parents, leaf = loc
+    for part in parents:
+        tree = tree[part]
+    return tree.pop(leaf)
 
 
 def _whole_model(config: Config) -> Config:
