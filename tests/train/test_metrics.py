@@ -10,7 +10,7 @@ import pytest
 
 from train import loop
 from train.checkpoint.run_state import TrainerState
-from train.logging import wandb
+from train.logging import log, wandb
 from train.logging.log import Reporter, evaluation_line, step_line
 from train.tasks import pretrain
 
@@ -78,6 +78,26 @@ def test_resumed_files_lose_what_will_be_repeated(make_config) -> None:
     reporter.close()
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [(1, 5.25), (2, 5.25), (3, 9.0)]
+
+
+def test_a_long_run_keeps_few_points_of_few_numbers(make_config, monkeypatch) -> None:
+    monkeypatch.setattr(log, "MOST_POINTS", 50)
+    config = make_config()
+    config.run_dir.mkdir(parents=True)
+    reporter = Reporter(config, TrainerState())
+    for step in range(1, 201):
+        reporter._record({**RECORD, "kind": "train", "step": step, "tokens": step})
+        if step % 50 == 0:
+            reporter._record({"kind": "valid", "step": step, "tokens": step, "loss": 1.0})
+    reporter.close()
+    train = [point["tokens"] for point in reporter.points if point["kind"] == "train"]
+    assert 20 <= len(train) <= 50 and train == sorted(train) and train[0] == 1
+    assert [point["tokens"] for point in reporter.points if point["kind"] == "valid"] == [50, 100, 150, 200]
+    assert all(point.keys() == {"kind", "tokens", "loss"} for point in reporter.points)
+    size = (config.run_dir / "metrics.jsonl").stat().st_size
+    again = Reporter(config, TrainerState(step=200))
+    again.close()
+    assert again.points == reporter.points and (config.run_dir / "metrics.jsonl").stat().st_size == size
 
 
 def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFixture[str]) -> None:

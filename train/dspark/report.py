@@ -14,6 +14,7 @@ class DrafterReporter(Reporter):
     """A ``Reporter`` for expected accepted lengths; it draws ``tau.png``."""
 
     picture = "tau.png"
+    drawn = ("kind", "tokens", "tau")
 
     def step_line(self, record: Mapping[str, Any]) -> str:
         return step_line(record)

@@ -16,12 +16,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from train.checkpoint.run_state import TrainerState, write_text
+from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.errors import naming
 from train.logging import wandb
 from train.logging.plot import Panel, Series, draw
 from train.logging.text import visible
+
+MOST_POINTS = 5000  # of a picture
 
 
 class Reporter:
@@ -32,11 +34,12 @@ class Reporter:
     """
 
     picture = "loss.png"
+    drawn: tuple[str, ...] = ("kind", "tokens", "loss")  # what of a record the picture shows; only that is kept
 
     def __init__(self, config: Config, state: TrainerState):
         self.directory = config.run_dir
         self.total_tokens = config.task.tokens
-        self.records = self._reopen(state.step)
+        self.points = self._reopen(state.step)
         self.jsonl = open(self.directory / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
         self.console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -68,7 +71,7 @@ class Reporter:
     def plot(self) -> Path:
         """Plot everything recorded so far."""
         path = self.directory / self.picture
-        self.draw(self.records, path)
+        self.draw(self.points, path)
         return path
 
     def step_line(self, record: Mapping[str, Any]) -> str:
@@ -101,7 +104,7 @@ class Reporter:
         self.text.close()
 
     def _record(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
+        self._remember(self.points, record)
         with naming(self.jsonl.name):
             self.jsonl.write(json.dumps(record) + "\n")
         if self.wandb is not None:
@@ -113,16 +116,28 @@ class Reporter:
         path = self.directory / "metrics.jsonl"
         if not path.exists():
             return []
-        records = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a killed process
-                continue
-            if 0 < step >= record["step"]:
-                records.append(record)
-        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-        return records
+        points: list[dict[str, Any]] = []
+        end = 0  # bytes of the records that stay: steps ascend, so the others are all behind them
+        with open(path, "r+b") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:  # the last line of a killed process
+                    break
+                if not 0 < step >= record["step"]:
+                    break
+                self._remember(points, record)
+                end += len(line)
+            file.truncate(end)
+        return points
+
+    def _remember(self, points: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
+        """Keep what the picture shows of a record; once there are many steps, of every second one."""
+        points.append({key: record[key] for key in self.drawn if key in record})
+        if len(points) > MOST_POINTS:
+            train = [point for point in points if point["kind"] == "train"]
+            gone = set(map(id, train[1::2]))
+            points[:] = [point for point in points if id(point) not in gone]
 
     def _start_bar(self, state: TrainerState) -> Progress:
         bar = Progress(

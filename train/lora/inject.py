@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,19 @@ def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
 def trained_parameters(model: DeepseekV41) -> dict[str, nn.Parameter]:
     """The adapter's parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as if it had no adapter. Which parameters are trained stays as it is."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merge(model: nn.Module) -> None:

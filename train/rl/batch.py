@@ -87,6 +87,12 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
     return [_batch(lines[at : at + shape.rows], shape) for at in range(0, len(lines), shape.rows)], counts
 
 
+def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Add the sums of a micro-batch to those of the step. They stay on the device, so nothing waits for it."""
+    for name, value in sums.items():
+        total[name] = total[name] + value if name in total else value
+
+
 def empty_batch(shape: Shape) -> Batch:
     """A batch without targets, for a process that has fewer batches than the others: two tokens of padding."""
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)

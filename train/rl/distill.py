@@ -19,7 +19,7 @@ from model.engram import build_token_map
 from train.build import Run
 from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
 from train.config.problems import ConfigError, problem
-from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
+from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
 
 
 class DistillationObjective:
@@ -37,7 +37,7 @@ class DistillationObjective:
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
         divergence = reverse_kl(hidden, weight, self.hidden.flatten(0, 1)[places], self.head)
-        self.sums["kl"] += divergence.detach().double().sum().cpu()
+        self.sums["kl"] = self.sums["kl"] + divergence.detach().double().sum()
         return divergence.sum()
 
 
@@ -56,15 +56,18 @@ class Teachers:
         for number, name in enumerate(self.names):
             _check_vocabulary(run, number, name)
         self.heads: dict[str, Tensor] = {}  # on the CPU
+        self.hidden: list[Tensor] = []  # [B, S, d'] of each batch of the step, on the CPU
+        self.current: tuple[str, Tensor] | None = None  # the head in use, on the device
         self.loaded: tuple[str, DeepseekV41] | None = None
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """All responses as packed batches, each for one teacher (``teacher``: the number of its first task), with the
-        teacher's hidden states (``teacher_hidden``). Counts: see ``train.rl.batch.batches``.
+        """All responses as packed batches, each for one teacher (``teacher``, int64 [2]: the number of its first
+        task, and where its hidden states are in ``hidden``). Counts: see ``train.rl.batch.batches``.
 
         The teacher already in memory comes first, so a single teacher is loaded once.
         """
         order = sorted(set(self.names), key=lambda name: (self.loaded is None or name != self.loaded[0], name))
+        self.hidden.clear()
         made: list[Batch] = []
         counts: Counter[str] = Counter()
         for name in order:
@@ -74,8 +77,8 @@ class Teachers:
             if self.run.world.any(bool(found)):
                 self.model(name)  # all processes must load a checkpoint together
             for batch in found:
-                batch["teacher"] = numbers[0]
-                batch["teacher_hidden"] = self.read(name, batch)
+                batch["teacher"] = torch.tensor([int(numbers[0]), len(self.hidden)])
+                self.hidden.append(self.read(name, batch))
             made += found
         return made, {**counted, **counts}
 
@@ -105,17 +108,25 @@ class Teachers:
             self.loaded = name, _load(self.run, name)
         return self.loaded[1]
 
-    def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
+    def head(self, name: str) -> Tensor:
+        """A teacher's head on the device; the batches of a step come teacher by teacher."""
+        if self.current is None or self.current[0] != name:
+            self.current = None  # release the old one first
+            self.current = name, self.heads[name].to(self.run.device)
+        return self.current[1]
+
+    def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
+        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``sums``."""
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             inputs = {key: batch[key] for key in INPUTS} | {"layout": batch.get("layout")}
             if "teacher" not in batch:  # padding, so that all processes have equally many
                 return self.run.model.losses(**inputs, denominators=denominators)
-            head = self.heads[self.names[int(batch["teacher"])]].to(self.run.device)
-            objective = DistillationObjective(batch["teacher_hidden"], head)
+            number, place = batch["teacher"].tolist()
+            hidden = self.hidden[place].to(self.run.device)
+            objective = DistillationObjective(hidden, self.head(self.names[number]))
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
-            met.update({key: float(value) for key, value in objective.sums.items()})
+            add_sums(sums, objective.sums)
             return found
 
         return losses

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from model import DeepseekV41, LossDenominators, Losses, token_log_probs
 from train.build import Run
-from train.rl.batch import INPUTS, Batch, Scored, Shape, batches
+from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
 from train.rl.loss import PolicyObjective
+
+
+class Copy:
+    """A reference policy in a model of its own."""
+
+    def __init__(self, model: DeepseekV41):
+        self._model = model
+
+    @contextmanager
+    def model(self) -> Iterator[DeepseekV41]:
+        yield self._model
+
+
+class BaseModel:
+    """The reference policy that a model with a new adapter is: its own weights without the adapter. The router biases
+    move beside an adapter, so those of the start are kept.
+    """
+
+    def __init__(self, model: DeepseekV41):
+        self._model = model
+        self._biases = [bias.clone() for pair in model.router_biases() for bias in pair]
+
+    @contextmanager
+    def model(self) -> Iterator[DeepseekV41]:
+        from train.lora import inject  # takes seconds to import
+
+        biases = [bias for pair in self._model.router_biases() for bias in pair]
+        now = [bias.clone() for bias in biases]
+        training = self._model.training
+        self._model.eval()
+        with inject.without_adapter(self._model):
+            self._set(biases, self._biases)
+            try:
+                yield self._model
+            finally:
+                self._set(biases, now)
+                self._model.train(training)
+
+    @staticmethod
+    def _set(biases: list[Tensor], values: list[Tensor]) -> None:
+        for bias, value in zip(biases, values, strict=True):
+            bias.copy_(value)
+
+
+Reference = Copy | BaseModel
 
 
 class PolicyGradient:
@@ -22,7 +67,7 @@ class PolicyGradient:
 
     NAMES = PolicyObjective.NAMES
 
-    def __init__(self, run: Run, shape: Shape, reference: DeepseekV41 | None):
+    def __init__(self, run: Run, shape: Shape, reference: Reference | None):
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
@@ -32,18 +77,19 @@ class PolicyGradient:
         made, counts = batches(scored, scored.informative, self.shape, version)
         return made, {**counts, "zero_variance": scored.zero_variance}
 
-    def losses_of(self, met: Counter[str]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``met``."""
+    def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
+        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``sums``."""
         settings = self.run.config.rl
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             tensors = {name: batch[name] for name in ("old_log_probs", "advantage", "response")}
             if self.reference is not None:
-                tensors["reference"] = log_probs_under(self.reference, batch, settings.temperature)
+                with self.reference.model() as model:
+                    tensors["reference"] = log_probs_under(model, batch, settings.temperature)
             objective = PolicyObjective(settings.loss, settings.temperature, **tensors)
             inputs = {name: batch[name] for name in INPUTS} | {"layout": batch.get("layout")}
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
-            met.update({name: float(value) for name, value in objective.sums.items()})
+            add_sums(sums, objective.sums)
             return found
 
         return losses

@@ -16,6 +16,7 @@ class RlReporter(Reporter):
     """A ``Reporter`` for steps with rewards; it draws ``rl.png``."""
 
     picture = "rl.png"
+    drawn = ("kind", "step", "efforts")
 
     def step_line(self, record: Mapping[str, Any]) -> str:
         return step_line(record)

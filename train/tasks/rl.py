@@ -9,6 +9,7 @@ with the state of the rollout stored beside them.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import time
@@ -28,14 +29,14 @@ from model import DeepseekV41, save_pretrained
 from train.build import Run, build
 from train.checkpoint import storage
 from train.checkpoint.background import Background
-from train.checkpoint.run_state import CheckpointError, TrainerState
+from train.checkpoint.run_state import CheckpointError, TrainerState, write_text
 from train.config.schema import Config
 from train.errors import InputError, user_errors
 from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, Group, SamplingPlan, encoded
 from train.rl.distill import Teachers
-from train.rl.policy_gradient import PolicyGradient
+from train.rl.policy_gradient import BaseModel, Copy, PolicyGradient, Reference
 from train.rl.prompts import Prompts
 from train.rl.report import RlReporter, table
 from train.rl.rewards.pool import Rewards
@@ -44,7 +45,7 @@ from train.rl.rollout.http import HttpRollout, Limits
 from train.rl.rollout.servers import Servers
 from train.run import begin, report_files, run_logger, run_session
 
-NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.pt")
+NAME = re.compile(r"step-(\d{8,})\.(rank-\d+\.pt|json)")
 
 
 @dataclass
@@ -70,7 +71,7 @@ def run(config: Config) -> None:
             objects = build(config, world)
             state = begin(objects)
             wanted = config.rl.loss is not None and config.rl.loss.kl
-            reference = copy.deepcopy(objects.model).requires_grad_(False) if wanted else None
+            reference = make_reference(objects) if wanted else None
             if folder:
                 state = objects.resume(folder)
         tasks = [task.reward for task in config.rl.tasks]
@@ -84,7 +85,14 @@ def run(config: Config) -> None:
                     _summarise(policy, state, reporter)
 
 
-def make_policy(run: Run, rewards: Rewards, reference: DeepseekV41 | None) -> Policy:
+def make_reference(run: Run) -> Reference:
+    """The initial policy: with LoRA the model without its adapter, else a copy."""
+    if run.config.lora.on:
+        return BaseModel(run.model)
+    return Copy(copy.deepcopy(run.model).requires_grad_(False))
+
+
+def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Policy:
     """The objects of ``config.rl``. ``reference``: the initial policy, if the loss needs it."""
     config, settings, text = run.config, run.config.rl, run.model_config.text
     plan = SamplingPlan(
@@ -178,14 +186,15 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
     mine, counts = method.batches(scored, state.step)
     dummy_batches = max(run.world.gather(len(mine))) - len(mine)
     mine = [run.prepare(batch) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
-    met: Counter[str] = Counter(dict.fromkeys(method.NAMES, 0.0))
+    sums: dict[str, torch.Tensor] = {}
     numbers = None
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
     if sum(run.world.gather(taught)):
-        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(met), dummy_batches)
+        numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(sums), dummy_batches)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"groups": scored.groups, "version_lag": _lag(scored, state.step)}
-    total = _summed(run, {**met, **counts})
+    met = torch.stack(list(sums.values())).tolist() if sums else []  # read from the device once
+    total = _summed(run, {**dict.fromkeys(method.NAMES, 0.0), **dict(zip(sums, met, strict=True)), **counts})
     state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
     record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, method.NAMES)}
     if numbers is not None:
@@ -312,6 +321,9 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
     temporary = path.with_name(f".tmp-{path.name}")
     torch.save({"ranks": run.world.size, **policy.collector.state_dict()}, temporary)
     os.replace(temporary, path)
+    begun = run.world.gather(policy.collector.next)
+    if run.world.first:  # what a run on another number of processes needs of all
+        write_text(begun_file(folder, state.step), json.dumps({"begun": begun}))
     run.world.barrier()
     saved = run.save(state, background)
     if run.world.first:
@@ -340,17 +352,26 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
                 "delete both to continue from the one before"
             ) from error
 
-    saved = read(0)
-    before = saved.pop("ranks")
+    known = begun_file(folder, state.step)
+    if known.is_file():
+        groups = json.loads(known.read_text(encoding="utf-8"))["begun"]
+    else:  # written before there was such a file
+        groups = [read(rank)["next"] for rank in range(read(0)["ranks"])]
+    before = len(groups)
     if before == run.world.size:
         return {**(read(run.world.rank)), "ranks": None}
     count = len(collector.plan.efforts)
-    begun = max(-(-read(rank)["next"] // count) * before + rank for rank in range(before))
+    begun = max(-(-number // count) * before + rank for rank, number in enumerate(groups))
     run.notes.append(
         f"resumed with another number of processes: unfinished responses of the old {before} are dropped, "
         f"prompts continue at {begun}"
     )
     return {**collector.state_dict(), "next": -(-begun // run.world.size) * count}
+
+
+def begun_file(folder: Path, step: int) -> Path:
+    """How many groups each process had begun."""
+    return folder / f"step-{step:08d}.json"
 
 
 def rollout_file(folder: Path, step: int, rank: int) -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from train.config.problems import ConfigError
 from train.config.schema import Config
 from train.errors import InputError, Interrupted
 from train.loop import train_step
-from train.rl.batch import batches, empty_batch, score
+from train.rl.batch import Shape, batches, empty_batch, score
 from train.rl.collect import Collector
-from train.rl.policy_gradient import log_probs_under
+from train.rl.policy_gradient import Copy, log_probs_under
 from train.run import begin
 from train.tasks import rl
 
@@ -322,7 +322,7 @@ def test_a_batch_that_fills_up_changes_nothing(make_policy) -> None:
         made, _ = batches(scored, scored.informative, policy.shape, version=0)
         policy.run.model.loss_weights = replace(policy.run.model.loss_weights, router_balance=1.0)
         made += [empty_batch(policy.shape)] * dummy_batches
-        numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of(Counter()), dummy_batches)
+        numbers = train_step(policy.run, made, 0, 0, policy.method.losses_of({}), dummy_batches)
         found.append({**numbers, **policy.run.model.state_dict()})
     without, filled = found
     assert without["num_tokens"] and without["expert_load"].any()
@@ -441,12 +441,17 @@ def test_the_state_of_a_collector_is_independent_of_the_one_it_was_taken_from(ma
     ]
 
 
-def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_policy) -> None:
+@pytest.mark.parametrize("small", [True, False], ids=["small file", "as it used to be"])
+def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_policy, small: bool) -> None:
     policy = make_policy()
     folder = policy.run.config.run_dir / "rollout"
     folder.mkdir(parents=True)
-    for rank, begun in enumerate((5, 4)):  # of two efforts: prompts 0, 2, 4 there, 1, 3 here
-        torch.save({"ranks": 2, "next": begun}, rl.rollout_file(folder, 3, rank))
+    counts = (5, 4)  # of two efforts: prompts 0, 2, 4 there, 1, 3 here
+    if small:
+        rl.begun_file(folder, 3).write_text(json.dumps({"begun": counts}))
+    else:
+        for rank, begun in enumerate(counts):
+            torch.save({"ranks": 2, "next": begun}, rl.rollout_file(folder, 3, rank))
     policy.collector.load_state_dict(rl.read_rollout(policy, TrainerState(step=3)))
     numbers = [group.number for group in policy.collector.collect()]
     assert min(numbers) // 2 in (5, 6) and len(numbers) == 4
@@ -460,6 +465,38 @@ def test_state_counts_tokens_of_all_responses(make_policy) -> None:
     samples = [response.sample for group in groups for response in group.responses]
     assert state.step == 1
     assert state.tokens == record["tokens"] == sum(len(s.request.prompt) + len(s.tokens) for s in samples)
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it(make_rl) -> None:
+    """Adapter and router biases move; the reference gives the numbers of a copy of the start, and leaves them as they
+    are.
+    """
+    changes = ["lora=all", "optim=adamw", "lora.rank=4", "rl.loss.kl=0.1"]
+    run = build(make_rl(*changes))
+    begin(run)
+    copied, reference = Copy(copy.deepcopy(run.model)), rl.make_reference(run)
+    assert not isinstance(reference, Copy)
+    ids = torch.randint(5, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    shape = Shape(24, 2, 0, run.model_config.text.num_hidden_layers, run.model_config.text.num_experts_per_tok, 0)
+    batch = {**empty_batch(shape), "input_ids": ids, "labels": ids.clone()}
+    batch["seq_lens"], batch["prompt_lens"] = torch.tensor([[24], [20]]), torch.tensor([[4], [4]])
+    batch["routing"] = torch.full((2, 24, *batch["routing"].shape[2:]), -1, dtype=torch.int16)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1
+        for pair in run.model.router_biases():
+            for bias in pair:
+                bias += torch.arange(len(bias))
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.model.train()
+    found = []
+    for one in (copied, reference):
+        with one.model() as model:
+            found.append(log_probs_under(model, batch, 1.0))
+    assert torch.equal(*found) and found[0].any()
+    assert not torch.equal(found[0], log_probs_under(run.model, batch, 1.0))
+    assert run.model.training and all(torch.equal(before[name], t) for name, t in run.model.state_dict().items())
 
 
 @pytest.mark.slow
