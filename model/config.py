@@ -418,7 +418,7 @@ def _schedule_problems(c: TextConfig) -> Iterator[str]:
         ratio, source = c.ratio(layer), c.kv_source(layer)
         if ratio and source is None:
             yield f"compress_ratios: layer {layer} has ratio {ratio} but no kv source at or before it"
-        elif ratio and c.ratio(source) != ratio:
+        elif source is not None and ratio and c.ratio(source) != ratio:
             yield (
                 f"compress_ratios: layer {layer} has ratio {ratio} but its kv source, layer {source}, has ratio "
                 f"{c.ratio(source)}; they must be equal"

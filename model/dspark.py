@@ -519,8 +519,8 @@ class Drafter(nn.Module):
         """Hidden [N, B, d] of drafts behind the tokens first int64 [N], which follow what cache rows hold."""
         window, layers = self.config.text.sliding_window, self.config.text.num_hidden_layers
         device, kind = first.device, first.device.type
-        anchors = torch.tensor([cache.rows[row].length for row in rows])
-        begin = torch.tensor([cache.rows[row].decoder_from for row in rows])
+        anchors = torch.tensor([cache.sequence(row).length for row in rows])
+        begin = torch.tensor([cache.sequence(row).decoder_from for row in rows])
         position = anchors[:, None] - torch.arange(window, 0, -1)
         ring = (torch.tensor(rows)[:, None] * window + torch.arange(window)).flatten().to(device)
         places = torch.arange(len(rows))[:, None] * window + position % window

@@ -205,7 +205,7 @@ class Generator:
         model, sample = self.model, running.sample
         prompt, images = sample.request.prompt, sample.request.images
         running.row = self.cache.open()
-        row = self.cache.rows[running.row]
+        row = self.cache.sequence(running.row)
         if images is None:
             sample.replay_start = self.cache.reuse_prefix(running.row, prompt)
         if model.runtime.decoder_replay:
@@ -350,7 +350,7 @@ class Generator:
         return self.drafter.propose(self.drafter.recall(first, self.cache, [r.row for r in batch]), first, pick)
 
     def _passed(self, running: _Running) -> int:
-        return self.cache.rows[running.row].length
+        return self.cache.sequence(running.row).length
 
     def _embed(self, batch: list[_Running], step: Step) -> Tensor:
         """[T, d], with the images of the prompts in it."""

@@ -61,12 +61,12 @@ def raise_faults(model: nn.Module) -> None:
     """Raise RuntimeError if what other ranks sent since the last call was not what they had announced. Waits for the
     device: once a step.
     """
-    modules = [module for module in model.modules() if isinstance(module, Watched) and module.fault is not None]
-    if not modules:
+    found = [(m, m.fault) for m in model.modules() if isinstance(m, Watched) and m.fault is not None]
+    if not found:
         return
-    faults = torch.stack([module.fault for module in modules]).tolist()
-    for module in modules:
+    faults = torch.stack([fault for _, fault in found]).tolist()
+    for module, _ in found:
         module.fault = None
-    for module, (wrong, rows, *evidence) in zip(modules, faults, strict=True):
+    for (module, _), (wrong, rows, *evidence) in zip(found, faults, strict=True):
         if wrong:
             raise RuntimeError(module.complain(wrong, rows, evidence))

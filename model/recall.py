@@ -35,7 +35,9 @@ def indexer_recall(
     recalls = []
     for source in text.index_source_layer_ids:
         truth = trace.dense_attention_mass[source]
-        selected = trace.blocks[source].indexer_loss_inputs.topk_indices
+        learned = trace.blocks[source].indexer_loss_inputs
+        assert learned is not None  # an index source has an indexer
+        selected = learned.topk_indices
         seen = layout.entries[text.ratio(source)]
         rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()
         truth, selected = truth[rows], selected[rows].long()

@@ -82,8 +82,14 @@ class Cache:
         self.rows[row] = CachedSequence()
         return row
 
+    def sequence(self, row: int) -> CachedSequence:
+        """What an open row holds."""
+        state = self.rows[row]
+        assert state is not None, f"row {row} is not open"
+        return state
+
     def close(self, row: int) -> None:
-        for page in self.rows[row].pages:
+        for page in self.sequence(row).pages:
             self._release(page)
         self.rows[row] = None
 
@@ -91,7 +97,7 @@ class Cache:
         """A row for a sequence that begins with all that another has passed. Full pages are shared, the last one, the
         windows and the open groups are copied.
         """
-        new, state = self.open(), self.rows[row]
+        new, state = self.open(), self.sequence(row)
         copy = self.rows[new] = _row(vars(state))
         if state.length % self.page_tokens:
             copy.pages[-1] = self._copy_of(state.pages[-1])
@@ -108,13 +114,13 @@ class Cache:
 
     def reserve(self, row: int, length: int) -> None:
         """Give a row the pages that `length` tokens need."""
-        pages = self.rows[row].pages
+        pages = self.sequence(row).pages
         while len(pages) * self.page_tokens < length:
             pages.append(self._new_page())
 
     def trim(self, row: int) -> None:
         """Take the pages from a row that its tokens do not need."""
-        state = self.rows[row]
+        state = self.sequence(row)
         while (len(state.pages) - 1) * self.page_tokens >= state.length:
             self._release(state.pages.pop())
 
@@ -136,7 +142,7 @@ class Cache:
         """Offer a row's whole pages, filled by `tokens`, to sequences that begin alike. What a sequence computed after
         a hit of its own is not exact and is not offered.
         """
-        state, size = self.rows[row], self.page_tokens
+        state, size = self.sequence(row), self.page_tokens
         if not self.prefix_pages or state.window_from:
             return
         before = -1
@@ -157,7 +163,7 @@ class Cache:
         bounded replay, V4.1 report): from the position s that is returned on, window keys before s do not exist, and
         entries from s on are the row's own. (s is moved down to a whole compression group, if need be.)
         """
-        state, size = self.rows[row], self.page_tokens
+        state, size = self.sequence(row), self.page_tokens
         hit = self._touch(prompt[:-1])
         start = max(0, len(hit) * size - self.config.sliding_window) // self.group * self.group
         state.pages = hit[: start // size]

@@ -104,7 +104,7 @@ class Step:
         self.document = torch.repeat_interleave(torch.arange(len(spans)), count)
         self.offset = torch.arange(len(self.document)) - self.start[self.document]
         self.position = past[self.document] + self.offset
-        owned = [cache.rows[span.row].pages for span in spans]
+        owned = [cache.sequence(span.row).pages for span in spans]
         depth = max(map(len, owned))
         self.pages = torch.tensor([pages + [0] * (depth - len(pages)) for pages in owned])
         self.ids = self.on_device(torch.tensor([token for span in spans for token in span.tokens]))
@@ -122,7 +122,7 @@ class Step:
         """`tokens[i]` follow what row `rows[i]` holds; `images[i]` marks its image positions."""
         spans = []
         for i, row in enumerate(rows):
-            state = cache.rows[row]
+            state = cache.sequence(row)
             image = images[i] if images else [False] * len(tokens[i])
             spans.append(Span(row, tokens[i], image, state.length, state.window_from, state.history))
         return cls(cache, spans, tentative)
@@ -130,8 +130,8 @@ class Step:
     @cached_property
     def splits(self) -> bool:
         """Whether the decoder's part of this step differs, in its tokens or in the window they see."""
-        rows, window = self.cache.rows, self.config.sliding_window
-        pairs = [(span, rows[span.row].decoder_from) for span in self.spans]
+        cache, window = self.cache, self.config.sliding_window
+        pairs = [(span, cache.sequence(span.row).decoder_from) for span in self.spans]
         return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
 
     def split(self) -> tuple[StepPart | None, StepPart | None]:
@@ -141,7 +141,7 @@ class Step:
         early, late = [], []
         back = self.config.engram_max_ngram_size - 1
         for span in self.spans:
-            begin = self.cache.rows[span.row].decoder_from
+            begin = self.cache.sequence(span.row).decoder_from
             at = min(max(0, begin - span.past), len(span.tokens))
             early.append(span.cut(0, at, span.window_from, back))
             late.append(span.cut(at, len(span.tokens), begin, back))
@@ -245,7 +245,7 @@ class Step:
             write()
         back = self.config.engram_max_ngram_size - 1
         for span, end in zip(self.spans, self.host_kept.tolist(), strict=True):
-            state = self.cache.rows[span.row]
+            state = self.cache.sequence(span.row)
             state.length += end
             state.history = span.cut(end, end, 0, back).history
             if self.tentative:

@@ -77,7 +77,7 @@ class TensorShard(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        return slice(self.start, self.start + len(self.tensor))
+        return slice(self.start, self.start + (0 if self.tensor is None else len(self.tensor)))
 
     def written_by(self, ranks: RankGroup) -> bool:
         """Whether this one of the processes that hold the rows is to write them."""

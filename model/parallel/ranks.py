@@ -27,7 +27,7 @@ class RankGroup:
 
     def name(self, rank: int) -> str:
         """The name of a process of the group in messages: its rank among all processes."""
-        return f"rank {dist.get_global_rank(self.group, rank)}"
+        return f"rank {rank if self.group is None else dist.get_global_rank(self.group, rank)}"
 
 
 ONE_RANK = RankGroup()
