@@ -11,7 +11,7 @@ file imports only from those before it:
     sources, chat, digits       readers: texts and records, data sets; conversations (a package); an image set
     open                        settings to sources, and what of them is held out
     packing, windows            which document goes into which row; rows in a shuffled order
-    collate, loader             rows to tensors; batches, with a position to resume from
+    rows, collate, loader       rows of one source or a mixture, with a position; rows to tensors; batches
     build                       all of it put together
     check                       what the data hold, for people: counts, lengths, refusals, samples
     tokenizer_files, examples   files that go beside an exported tokenizer; conversations to try fine-tuning on

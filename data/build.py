@@ -7,7 +7,8 @@ The way of a text: `open_sources` gives documents, `tokenised` their token ids (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from tokenizers import Tokenizer
 from data.chat.render import REQUIRED_TOKENS
 from data.collate import Collator
 from data.config import SOURCES, DataConfig, SourceKind
-from data.document import Source
+from data.document import Reading, Source
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings
-from data.loader import TrainLoader, ValidationLoader
+from data.loader import MixedValidation, TrainLoader, ValidationLoader
 from data.open import open_sources
-from data.tokenizer import cached_tokenizer, identity, read_tokenizer, special_ids
+from data.rows import MixedRows, RowReader
+from data.tokenizer import SpecialIds, cached_tokenizer, identity, read_tokenizer, special_ids
 from data.tokens import Encoder, TokenStore, tokenised
 from data.windows import PackingWindow, StoredWindows, StreamedWindows, Windows, whole_split
 
@@ -36,10 +38,19 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     refuse(cfg.problems())
     if cfg.tokenizer != "train":
         return read_tokenizer(Path(cfg.tokenizer).expanduser())
-    source, _ = open_sources(dataclasses.replace(cfg, source=SOURCES[cfg.source].tokenizer_source or cfg.source))
-    texts = (document.text for document, _ in source.read(BadRecordPolicy(cfg.on_error)))
-    texts_id = source.identity(content=not cfg.streaming)
+    sources = []
+    for part in cfg.parts().values():
+        text = dataclasses.replace(part, source=SOURCES[part.source].tokenizer_source or part.source)
+        sources.append(open_sources(text)[0])
+    texts = _in_turn(source.read(BadRecordPolicy(cfg.on_error)) for source in sources)
+    texts_id = " ".join(source.identity(content=not cfg.streaming) for source in sources)
     return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path)
+
+
+def _in_turn(readings: Iterable[Reading]) -> Iterator[str]:
+    """The texts of several sources, one of each in turn."""
+    for documents in itertools.zip_longest(*readings):
+        yield from (document[0].text for document in documents if document is not None)
 
 
 def build_loaders(
@@ -52,7 +63,7 @@ def build_loaders(
     rank: int = 0,
     world_size: int = 1,
     vision: Mapping[str, Any] | None = None,
-) -> tuple[TrainLoader, ValidationLoader]:
+) -> tuple[TrainLoader, ValidationLoader | MixedValidation]:
     """The training and validation loaders of a configuration.
 
     Args:
@@ -64,32 +75,53 @@ def build_loaders(
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.
     """
-    refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, batch_size, rank, world_size, vision))
-    kind, special = SOURCES[cfg.source], special_ids(tokenizer)
-    # Conversations may have images if model and tokenizer support them; otherwise each one with an image is refused.
+    parts = cfg.parts()
+    problems = [
+        text
+        for part in parts.values()
+        for text in argument_problems(part, tokenizer, seq_len, batch_size, rank, world_size, vision)
+    ]
+    refuse(cfg.problems() + list(dict.fromkeys(problems)))
+    special = special_ids(tokenizer)
+    sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
+    collator = Collator(seq_len, special, next(filter(None, sizes.values()), None))
+    readers, held_out, fingerprints = {}, {}, {}
+    for name, part in parts.items():
+        train_source, validation_source = open_sources(part)
+        source_id = train_source.identity(content=not part.streaming)
+        conversations = SOURCES[part.source].conversations
+        encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=False, conversations=conversations)
+        windows = _train_windows(part, train_source, source_id, encoder, seed if part.shuffle else None)
+        readers[name] = RowReader(windows, prefetch=part.streaming)
+        fingerprints[name] = {
+            "data": source_id,
+            "tokenizer": identity(tokenizer),
+            "on_error": part.on_error,
+            "streaming": part.streaming,
+            "seq_len": seq_len,
+            "window_tokens": part.window_tokens,
+            "shuffle": part.shuffle,
+            "seed": seed,
+        }
+        encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
+        rows = _held_out(part, validation_source, encoder)
+        held_out[name] = ValidationLoader(rows, collator, batch_size, rank, world_size, part.validation_rows)
+    if not cfg.mixture:
+        (reader,), (fingerprint,), (valid,) = readers.values(), fingerprints.values(), held_out.values()
+        return TrainLoader(reader, collator, batch_size, rank, world_size, fingerprint), valid
+    weights = cfg.weights()
+    fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
+    fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
+    rows = MixedRows(readers, weights)
+    return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
+
+
+def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
+    """The sizes of image spans. Conversations may have images if model and tokenizer support them; otherwise each one
+    with an image is refused."""
+    kind = SOURCES[cfg.source]
     with_images = kind.images or (kind.conversations and special.image is not None)
-    settings = VisionSettings.from_config(vision) if with_images and vision is not None else None
-    collator = Collator(seq_len, special, settings)
-    train_source, validation_source = open_sources(cfg)
-
-    source_id = train_source.identity(content=not cfg.streaming)
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=kind.conversations)
-    windows = _train_windows(cfg, train_source, source_id, encoder, seed if cfg.shuffle else None)
-    fingerprint = {
-        "data": source_id,
-        "tokenizer": identity(tokenizer),
-        "on_error": cfg.on_error,
-        "streaming": cfg.streaming,
-        "seq_len": seq_len,
-        "window_tokens": cfg.window_tokens,
-        "shuffle": cfg.shuffle,
-        "seed": seed,
-    }
-    train = TrainLoader(windows, collator, batch_size, rank, world_size, fingerprint, prefetch=cfg.streaming)
-
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=True, conversations=kind.conversations)
-    held_out = _held_out(cfg, validation_source, encoder)
-    return train, ValidationLoader(held_out, collator, batch_size, rank, world_size, cfg.validation_rows)
+    return VisionSettings.from_config(vision) if with_images and vision is not None else None
 
 
 def refuse(problems: list[str]) -> None:

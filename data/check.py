@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from data.build import SOURCES, argument_problems, refuse
-from data.config import DataConfig
+from data.build import argument_problems, image_sizes, refuse
+from data.config import SOURCES, DataConfig
 from data.document import Control, Picture
 from data.errors import BadRecordPolicy, DataError
-from data.images import VisionSettings
 from data.open import open_sources
 from data.packing import pack_rows
 from data.tokenizer import ASSISTANT, USER, special_ids
@@ -73,17 +72,23 @@ class _Collect(BadRecordPolicy):
 def check_data(
     cfg: DataConfig, tokenizer: Tokenizer, seq_len: int, vision: Mapping[str, Any] | None = None
 ) -> dict[str, SplitReport]:
-    """Read both splits whole: {"training": ..., "validation": ...}. Bad records are counted whatever `on_error` says.
+    """Read both splits whole: {"training": ..., "validation": ...}; of a mixture those of every source.
 
-    Raises ValueError listing every problem of the settings, `DataError` for data that cannot be opened.
+    Bad records are counted whatever `on_error` says. Raises ValueError listing every problem of the settings, `DataError`
+    for data that cannot be opened.
     """
-    refuse(cfg.problems() + argument_problems(cfg, tokenizer, seq_len, 1, 0, 1, vision))
-    kind, special = SOURCES[cfg.source], special_ids(tokenizer)
-    with_images = kind.images or (kind.conversations and special.image is not None)
-    settings = VisionSettings.from_config(vision) if with_images and vision is not None else None
-    encoder = Encoder(tokenizer, seq_len, settings, count_bytes=False, conversations=kind.conversations)
-    names = ("training", "validation")
-    return {name: _read(source, encoder) for name, source in zip(names, open_sources(cfg), strict=True)}
+    parts = cfg.parts()
+    problems = [
+        text for part in parts.values() for text in argument_problems(part, tokenizer, seq_len, 1, 0, 1, vision)
+    ]
+    refuse(cfg.problems() + list(dict.fromkeys(problems)))
+    reports = {}
+    for name, part in parts.items():
+        kind, sizes = SOURCES[part.source], image_sizes(part, special_ids(tokenizer), vision)
+        encoder = Encoder(tokenizer, seq_len, sizes, count_bytes=False, conversations=kind.conversations)
+        splits = ("training", "validation") if not cfg.mixture else (name, f"{name}, held out")
+        reports |= {split: _read(source, encoder) for split, source in zip(splits, open_sources(part), strict=True)}
+    return reports
 
 
 def _read(source: Any, encoder: Encoder) -> SplitReport:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
 
@@ -51,6 +54,10 @@ SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
 }
 
 
+# Settings that a mixture's sources have in common.
+SHARED = ("mixture", "tokenizer", "vocab_size", "cache_dir", "on_error", "shuffle")
+
+
 @dataclass
 class DataConfig:
     """Where documents come from, how they become tokens, and how they are packed.
@@ -79,6 +86,8 @@ class DataConfig:
         shuffle: shuffle documents and rows, by seed and epoch.
         window_tokens: size of a packing window: documents of so many tokens are packed together and their rows
             shuffled. With `streaming` it is also the shuffle buffer.
+        mixture: several sources in place of one: for each a name with its `weight`, its share of the tokens in relation
+            to the others' (7 and 1: seven of eight), and the settings of `data` that are its own.
         validation_rows: how many packed rows to evaluate at most; 0 means all.
     """
 
@@ -100,6 +109,21 @@ class DataConfig:
     shuffle: bool = True
     window_tokens: int = 4_194_304
     validation_rows: int = 0
+    mixture: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def parts(self) -> dict[str, DataConfig]:
+        """The settings of every source, by the names of `mixture`; without a mixture of the one source, named ""."""
+        if not self.mixture:
+            return {"": self}
+        own = {
+            name: {key: value for key, value in given.items() if key != "weight"}
+            for name, given in self.mixture.items()
+        }
+        return {name: dataclasses.replace(self, mixture={}, **given) for name, given in own.items()}
+
+    def weights(self) -> dict[str, float]:
+        """The weight of every source of the mixture."""
+        return {name: float(given["weight"]) for name, given in self.mixture.items()}
 
     @property
     def cache_path(self) -> Path:
@@ -107,6 +131,8 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the settings, a line each: key, value, rule, remedy. Reads no files."""
+        if self.mixture:
+            return [text for name, given in self.mixture.items() for text in self._mixture_problems(name, given)]
         kind = SOURCES.get(self.source, SourceKind(""))
         formats = (
             "auto",
@@ -134,6 +160,36 @@ class DataConfig:
             (self.field != "", "field", self.field, "must name the column that holds the text"),
         ]
         return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]
+
+    def _mixture_problems(self, name: str, given: Any) -> Iterator[str]:
+        """What is wrong with a source of the mixture."""
+        where = f"data.mixture.{name}"
+        if not isinstance(given, dict) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield f"{where}={given!r}: must be a name of letters, digits, - and _, with a mapping: weight, source, paths"
+            return
+        weight = given.get("weight")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            yield f"{where}.weight={weight!r}: must be a positive number, its share of the tokens"
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for key in SHARED:
+            own.pop(key)
+        wrong = False
+        for key, value in given.items():
+            if key == "weight":
+                continue
+            if key not in own:
+                wrong = True
+                yield f"{where}.{key}={value!r}: no such key of one source; known are weight, {', '.join(own)}"
+            elif (
+                own[key] is not None
+                and type(value) is not type(own[key])
+                and not (isinstance(own[key], float) and type(value) is int)
+            ):
+                wrong = True
+                yield f"{where}.{key}={value!r}: must be a {type(own[key]).__name__}"
+        if not wrong:
+            part = self.parts()[name]
+            yield from (text.replace("data.", f"{where}.", 1) for text in part.problems())
 
     def _source_checks(self) -> list[tuple[bool, str, object, str]]:
         """What the kind of source requires of the other settings: (is met, key, value, rule)."""

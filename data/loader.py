@@ -1,72 +1,68 @@
 """Loaders: batches of packed rows, with a position that can be saved and resumed exactly.
 
-The order of rows is a pure function of seed and epoch. A position is the epoch, the number of the window in it, where
-the window begins in the source, and how many of its rows have been used; resuming packs one window again. All ranks go
-through the same rows in the same order, and each takes its slice of every batch, so a global batch does not depend on
-the number of ranks.
+All ranks go through the same rows in the same order (`data/rows.py`), and each takes its slice of every batch, so a
+global batch does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from data.collate import Batch, Collator
-from data.errors import DataError
+from data.rows import MixedRows, MixedStats, RowReader
 from data.tokenizer import SpecialIds
-from data.windows import PackingWindow, Stats, Windows, random_stream
+from data.windows import PackingWindow, Stats, random_stream
 
 
 class TrainLoader:
     """An endless iterator over the batches (see `Collator`) of this rank, epoch after epoch.
 
     Args:
-        windows: the rows, window by window.
+        rows: of one source, or of a mixture.
         batch_size: rows of a batch over all ranks; this rank gets `batch_size / world_size` of them.
         fingerprint: the settings under which a saved position is valid.
-        prefetch: whether a thread loads the next window while the rows of this one are used.
     """
 
     def __init__(
         self,
-        windows: Windows,
+        rows: RowReader | MixedRows,
         collator: Collator,
         batch_size: int,
         rank: int,
         world_size: int,
         fingerprint: dict[str, Any],
-        prefetch: bool,
     ):
-        self.windows, self.collator, self.fingerprint = windows, collator, fingerprint
+        self.rows, self.collator, self.fingerprint = rows, collator, fingerprint
         self.batch_size, self.per_rank_batch = batch_size, batch_size // world_size
         self.rank = rank
-        self.epoch = 0
-        self._number, self._start, self._row = 0, None, 0
-        self._window: PackingWindow | None = None
-        self._reader = ThreadPoolExecutor(1, "data") if prefetch else None
-        self._prefetched: tuple[Any, Future[PackingWindow]] | None = None  # arguments of `load`, and its result
-        self._first_window()
 
     @property
-    def stats(self) -> Stats:
-        return self.windows.stats
+    def epoch(self) -> int:
+        return self.rows.epoch
+
+    @property
+    def stats(self) -> Stats | MixedStats:
+        return self.rows.stats
+
+    def sources(self) -> dict[str, dict[str, float]]:
+        """Tokens, rows and epochs so far of each source of a mixture; of one source nothing."""
+        return self.rows.progress() if isinstance(self.rows, MixedRows) else {}
 
     def __iter__(self) -> TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        chosen = [self._next_row() for _ in range(self.batch_size)]
+        chosen = [self.rows.next_row() for _ in range(self.batch_size)]
         first = self.rank * self.per_rank_batch
         return self.collator.collate(chosen[first : first + self.per_rank_batch])
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in types that JSON has. It is valid for any batch size and number of ranks."""
-        position = {"epoch": self.epoch, "window": self._number, "start": self._start, "row": self._row}
-        return position | {"fingerprint": dict(self.fingerprint)}
+        return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, so that the next batch is the one that would have followed.
@@ -75,57 +71,14 @@ class TrainLoader:
         """
         saved = state["fingerprint"]
         changed = [
-            f"data position: {key} was {saved.get(key)!r} when saved and is {value!r} now; restore it or begin anew"
-            for key, value in self.fingerprint.items()
-            if saved.get(key) != value
+            f"data position: {key} was {saved.get(key)!r} when saved and is {self.fingerprint.get(key)!r} now; restore "
+            "it or begin anew"
+            for key in {**self.fingerprint, **saved}
+            if saved.get(key) != self.fingerprint.get(key)
         ]
         if changed:
             raise ValueError("\n".join(changed))
-        self.epoch, self._number, self._row = state["epoch"], state["window"], state["row"]
-        self._start, self._window = state["start"], None
-
-    def _first_window(self) -> None:
-        """Load the first window with rows now, so that bad or empty data fails before the first step."""
-        self._window = self._load()
-        while not len(self._window.rows):
-            if self._window.after is None:
-                raise DataError("training split", 0, "no documents", "every record was skipped or held out")
-            self._go_to_next_window()
-            self._window = self._load()
-
-    def _next_row(self) -> tuple[PackingWindow, int]:
-        while True:
-            if self._window is None:
-                self._window = self._load()
-            if self._row < len(self._window.rows):
-                self._row += 1
-                return self._window, self._row - 1
-            self._go_to_next_window()
-
-    def _go_to_next_window(self) -> None:
-        assert self._window is not None
-        after = self._window.after
-        if after is None:
-            self.epoch, self._number = self.epoch + 1, 0
-        else:
-            self._number += 1
-        self._start, self._row, self._window = after, 0, None
-
-    def _load(self) -> PackingWindow:
-        """The window at the current position, prefetched or not; then prefetch the one after it."""
-        wanted = self.epoch, self._number, self._start
-        if self._reader is None:
-            return self.windows.load(*wanted)
-        found, future = self._prefetched or (None, None)
-        self._prefetched = None  # if loading fails, there is nothing to fall back on
-        if future is None or found != wanted:
-            if future is not None:
-                future.cancel()
-            future = self._reader.submit(self.windows.load, *wanted)
-        window = future.result()
-        following = (self.epoch + 1, 0, None) if window.after is None else (self.epoch, self._number + 1, window.after)
-        self._prefetched = following, self._reader.submit(self.windows.load, *following)
-        return window
+        self.rows.load_state_dict(state)
 
 
 class ValidationLoader:
@@ -169,6 +122,33 @@ class ValidationLoader:
             count = len(numbers) // self.world_size
             mine = numbers[self.rank * count : (self.rank + 1) * count]
             yield self.collator.collate([(self.window, number) for number in mine])
+
+
+class MixedValidation:
+    """The held-out batches of every source of a mixture, one source after the other.
+
+    Attributes:
+        parts: the loaders by name.
+        current: the source of the batch that was given last.
+    """
+
+    def __init__(self, parts: dict[str, ValidationLoader]):
+        self.parts, self.current = parts, ""
+        self.stats = MixedStats({name: part.stats for name, part in parts.items()})
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Source bytes per supervised token of all sources together."""
+        return sum(p.target_bytes for p in self.parts.values()) / sum(p.target_tokens for p in self.parts.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for name, part in self.parts.items():
+            for batch in part:
+                self.current = name
+                yield batch
 
 
 def _targets(window: PackingWindow, special: SpecialIds) -> tuple[int, int]:
