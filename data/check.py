@@ -74,14 +74,15 @@ def check_data(
 ) -> dict[str, SplitReport]:
     """Read both splits whole: {"training": ..., "validation": ...}; of a mixture those of every source.
 
-    Bad records are counted whatever `on_error` says. Raises ValueError listing every problem of the settings, `DataError`
-    for data that cannot be opened.
+    Bad records are counted whatever `on_error` says. Raises ValueError listing every problem of the settings,
+    `DataError` for data that cannot be opened.
     """
+    refuse(cfg.problems())
     parts = cfg.parts()
     problems = [
         text for part in parts.values() for text in argument_problems(part, tokenizer, seq_len, 1, 0, 1, vision)
     ]
-    refuse(cfg.problems() + list(dict.fromkeys(problems)))
+    refuse(list(dict.fromkeys(problems)))
     reports = {}
     for name, part in parts.items():
         kind, sizes = SOURCES[part.source], image_sizes(part, special_ids(tokenizer), vision)

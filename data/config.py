@@ -165,7 +165,7 @@ class DataConfig:
         """What is wrong with a source of the mixture."""
         where = f"data.mixture.{name}"
         if not isinstance(given, dict) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            yield f"{where}={given!r}: must be a name of letters, digits, - and _, with a mapping: weight, source, paths"
+            yield f"{where}={given!r}: must be a name of letters, digits, - and _, with a mapping (weight, paths)"
             return
         weight = given.get("weight")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):

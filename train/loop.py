@@ -233,4 +233,5 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
         "memory_gib": memory_gib(run.device),
         "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
         "expert_load": load_record(numbers["expert_load"]),
+        **({"sources": sources} if (sources := run.train_batches.sources()) else {}),
     }

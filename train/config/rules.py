@@ -29,10 +29,12 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
-    for text in config.data.problems():
+    data_problems = config.data.problems()
+    for text in data_problems:
         text = text if text.startswith("data.") else f"data.{text}"
         yield {text.partition("=")[0]}, text
-    if config.task.kind == "sft" and config.data.source != "chat":
+    sources = set() if data_problems else {part.source for part in config.data.parts().values()}
+    if config.task.kind == "sft" and sources - {"chat"}:
         rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
         yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
     if config.task.kind in ("sft", "rl", "distill", "dspark") and config.init_from is None:

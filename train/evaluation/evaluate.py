@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from data.loader import MixedValidation
 from train.build import Run
 from train.evaluation.exact_match import ExactMatch
 from train.evaluation.probe import Probe, with_a_token
@@ -25,6 +26,8 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
     nats = torch.zeros((), dtype=torch.float64)
     targets, load, probe = torch.zeros((), dtype=torch.int64), 0, Probe(run)
     chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
+    mixed = isinstance(run.valid_batches, MixedValidation)
+    by_source = {name: torch.zeros(2, dtype=torch.float64) for name in (run.valid_batches.parts if mixed else ())}
     for batch in run.valid_batches:
         if run.world.any(stop()):
             return None
@@ -35,16 +38,24 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
             losses = run.model.losses(**inputs, denominators=run.model.loss_denominators(**inputs), objective=judge)
             probe.add(run.to_device(batch))
         nats, targets = nats + float(losses.lm_sum), targets + int(losses.supervised)
+        if mixed:
+            by_source[run.valid_batches.current] += torch.tensor(
+                [float(losses.lm_sum), int(losses.supervised)]
+            ).double()
         load = load + losses.expert_load * real
         if judge:
             answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1]).cpu()
     right, asked = run.world.sum_(answers).tolist()
     nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
     loss, load = nats / targets, run.world.sum_(load)
+    by_source = {name: run.world.sum_(sums).tolist() for name, sums in by_source.items()}
+    progress = run.train_batches.sources() if mixed else {}
+    sources = {name: {"loss": sums[0] / sums[1], **progress[name]} for name, sums in by_source.items()}
     return {
         "loss": loss,
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
         "targets": targets,
+        **({"sources": sources} if mixed else {}),
         **({"exact_match": right / asked, "answers": asked} if chat else {}),
         "index_recall": probe.recall,
         "expert_load": load_record(load),

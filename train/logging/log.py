@@ -186,7 +186,7 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """The same for an evaluation; the recall of the indexers is listed by source."""
+    """The same for an evaluation; the sources of a mixture follow, and the recall of the indexers."""
     parts = [
         f"step={record['step']}",
         f"valid_loss={record['loss']:.4f}",
@@ -195,6 +195,8 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
         *([f"exact_match={record['exact_match']:.1%} of {record['answers']}"] if "exact_match" in record else []),
         f"seconds={record['seconds']:.1f}",
     ]
+    for name, source in record.get("sources", {}).items():
+        parts.append(f"{name}: loss={source['loss']:.4f} tokens={source['tokens']} epochs={source['epochs']:.2f}")
     if record["index_recall"]:
         parts.append("index_recall=" + ",".join(shown(value, ".3f") for value in record["index_recall"]))
     return " ".join(parts)
