@@ -75,14 +75,14 @@ def build_loaders(
 
     Raises ValueError listing every problem of the arguments, `DataError` for bad input.
     """
-    refuse(cfg.problems())
-    parts = cfg.parts()
+    wrong = cfg.problems()
+    parts = {} if cfg.mixture and wrong else cfg.parts()
     problems = [
         text
         for part in parts.values()
         for text in argument_problems(part, tokenizer, seq_len, batch_size, rank, world_size, vision)
     ]
-    refuse(list(dict.fromkeys(problems)))
+    refuse(wrong + list(dict.fromkeys(problems)))
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
     collator = Collator(seq_len, special, next(filter(None, sizes.values()), None))

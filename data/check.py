@@ -77,12 +77,12 @@ def check_data(
     Bad records are counted whatever `on_error` says. Raises ValueError listing every problem of the settings,
     `DataError` for data that cannot be opened.
     """
-    refuse(cfg.problems())
-    parts = cfg.parts()
+    wrong = cfg.problems()
+    parts = {} if cfg.mixture and wrong else cfg.parts()
     problems = [
         text for part in parts.values() for text in argument_problems(part, tokenizer, seq_len, 1, 0, 1, vision)
     ]
-    refuse(list(dict.fromkeys(problems)))
+    refuse(wrong + list(dict.fromkeys(problems)))
     reports = {}
     for name, part in parts.items():
         kind, sizes = SOURCES[part.source], image_sizes(part, special_ids(tokenizer), vision)
