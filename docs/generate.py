@@ -121,7 +121,9 @@ def _summary(cls: type) -> str:
 
 
 def _table(cls: type, values: Any, prefix: str, hidden: tuple[str, ...] = ()) -> str:
-    meanings, types = _meanings(cls), _types(cls)
+    meanings, types = {}, {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        meanings, types = meanings | _meanings(base), types | _types(base)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
         if field.name in hidden:

@@ -17,10 +17,10 @@ from train.config.compose import GROUPS, composed
 from train.config.dspark import with_drafter
 from train.config.problems import ConfigError, problem
 from train.config.rules import cross_problems, merge_problems
-from train.config.schema import SMALL, Config, Conversion, Merger
+from train.config.schema import SMALL, Config, Merger, Small
 
 
-def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
+def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
     """The typed configuration of a composed tree.
 
     Raises:
@@ -41,12 +41,12 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Conversion | Merger:
     return config
 
 
-def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Conversion] | type[Merger] | None]:
+def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
     """Plain containers with references resolved, and the configuration type of a task that trains nothing."""
     task = _value(raw, "task")
     small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
     if small is not None:  # the sections of a training run may refer to settings that this task does not have
-        unused = {field.name for field in fields(Config)} - {"task"}
+        unused = {field.name for field in fields(Config)} - {field.name for field in fields(small)}
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
     elif isinstance(init_from := _value(raw, "init_from"), str):
         raw = OmegaConf.create(_with_pretrained(_plain(raw), init_from))
@@ -92,7 +92,7 @@ def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
     return {**tree, "model": model}
 
 
-def _parse_small(tree: dict[str, Any], whole: type[Conversion] | type[Merger]) -> Conversion | Merger:
+def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:
     try:
         config = TypeAdapter(whole).validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:

@@ -199,7 +199,38 @@ class Merger:
         return equal if self.weights is None else self.weights
 
 
-SMALL = {"convert": Conversion, "merge": Merger}
+@dataclass(config=STRICT, frozen=True)
+class Asked:
+    """What ``task=chat`` and ``task=generate`` have in common: a model, and how it answers."""
+
+    task: SmallTask
+    init_from: str  # a checkpoint folder, a run directory or one of its checkpoints
+    device: Literal["auto", "cpu", "cuda"]
+    thinking: bool  # whether it reasons before it answers
+    effort: int | str  # low, high, max or 1 to 100; of a model that reasons
+    system: str | None  # a text before the conversation
+    max_tokens: PositiveInt  # of an answer, reasoning included
+    temperature: NonNegativeFloat  # 0 = greedy
+    top_p: Annotated[float, Field(gt=0, le=1)]  # of the likeliest tokens that are drawn from
+    seed: NonNegativeInt
+
+
+@dataclass(config=STRICT, frozen=True)
+class Chat(Asked):
+    """``task=chat``: a conversation with a model on the terminal."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class Generation(Asked):
+    """``task=generate``: answers to the prompts of a file."""
+
+    prompts: str  # a file of records with prompt (what a user says), messages, or text (to be continued as it is)
+    dst: str  # a JSONL file; what it already holds is not generated again
+    batch: PositiveInt  # sequences at once
+
+
+SMALL = {"convert": Conversion, "merge": Merger, "chat": Chat, "generate": Generation}
+Small = Conversion | Merger | Chat | Generation
 
 
 def to_dict(config: Config) -> dict[str, Any]:

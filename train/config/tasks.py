@@ -11,6 +11,8 @@ TASKS = {
     "dspark": "train.tasks.dspark:run",
     "plan": "train.tasks.plan:run",
     "check": "train.tasks.check:run",
+    "chat": "train.tasks.chat:run",
+    "generate": "train.tasks.generate:run",
     "convert": "train.tasks.convert:run",
     "merge": "train.tasks.merge:run",
 }

@@ -1,0 +1,83 @@
+"""A model to ask: its weights, its tokenizer, and its answers as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from data.chat.conversation import effort_budget
+from data.chat.prompt import prompt_ids
+from data.tokenizer import read_tokenizer, special_ids
+from model import DeepseekV41, Drafter, ModelConfig, Request, build_model, load_drafter, load_pretrained
+from model.engram import build_token_map
+from model.generation import Sample
+from train.checkpoint.init_from import find_pretrained, holds_drafter, load_pretrained_weights
+from train.config.schema import Asked
+from train.distributed.world import pick_device
+
+END_THINK = "</think>"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What ``init_from`` names, ready to answer. drafter: the folder's, if it has one: the same answers, sooner."""
+
+    model: DeepseekV41
+    tokenizer: Tokenizer
+    drafter: Drafter | None
+
+    @property
+    def eos(self) -> int:
+        return special_ids(self.tokenizer).eos
+
+
+def open_model(config: Asked) -> Model:
+    """Load the model.
+
+    Raises:
+        ValueError: the checkpoint cannot be used, or the effort is none.
+    """
+    effort_budget(config.effort)
+    origin, device = find_pretrained(config.init_from), pick_device(config.device)
+    tokenizer = read_tokenizer(origin.tokenizer)
+    if (origin.folder / "config.json").is_file():
+        model = load_pretrained(origin.folder, device=device)
+    else:
+        settings = ModelConfig.from_dict(origin.model)
+        token_map = build_token_map(tokenizer) if settings.text.engram_layer_ids else None
+        model = build_model(settings, token_map=token_map, device=device)
+        load_pretrained_weights(model, config.init_from)
+    drafter = load_drafter(origin.folder, model) if holds_drafter(origin.folder) else None
+    return Model(model.eval(), tokenizer, drafter)
+
+
+def request(asked: Model, config: Asked, prompt: list[int], seed: int) -> Request:
+    """A request for an answer. Raises ValueError if prompt and answer are longer than the model's positions."""
+    limit = asked.model.config.text.max_position_embeddings
+    if len(prompt) + config.max_tokens > limit:
+        raise ValueError(
+            f"the prompt has {len(prompt):,} tokens, with max_tokens = {config.max_tokens:,} more than the model's "
+            f"{limit:,} positions; lower max_tokens or shorten the conversation"
+        )
+    stop = frozenset({asked.eos})
+    return Request(tuple(prompt), config.max_tokens, config.temperature, config.top_p, seed, stop)
+
+
+def conversation_ids(asked: Model, config: Asked, messages: list[dict[str, Any]], **more: Any) -> list[int]:
+    """The token ids of a conversation up to where the answer begins. Raises ``DataError`` for a malformed one."""
+    if config.system and messages[0].get("role") not in ("system", "developer"):
+        messages = [{"role": "system", "content": config.system}, *messages]
+    return prompt_ids(asked.tokenizer, messages, **{"thinking": config.thinking, "effort": config.effort, **more})
+
+
+def texts(asked: Model, sample: Sample, thinking: bool) -> dict[str, str]:
+    """The answer of a sample, and before it its reasoning if it reasons."""
+    tokens = [token for token in sample.tokens if token != asked.eos]
+    end = asked.tokenizer.token_to_id(END_THINK)
+    if not thinking:
+        return {"answer": asked.tokenizer.decode(tokens, skip_special_tokens=False)}
+    cut = tokens.index(end) if end in tokens else len(tokens)
+    parts = {"reasoning": tokens[:cut], "answer": tokens[cut + 1 :]}
+    return {name: asked.tokenizer.decode(part, skip_special_tokens=False) for name, part in parts.items()}

@@ -1,0 +1,112 @@
+"""``task=chat``: a conversation with a model on the terminal, its answers shown while they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from data import DataError
+from data.chat.conversation import effort_budget
+from model.generation import Generator
+from train.config.schema import Chat
+from train.errors import user_errors
+from train.logging.text import visible
+from train.tasks.asked import Model, conversation_ids, open_model, request, texts
+
+HELP = """/new: begin another conversation    /effort low|high|max|1..100    /thinking on|off
+/system TEXT: a text before the conversation    /undo: take the last question back    /quit"""
+
+
+def run(config: Chat) -> None:
+    """Read what the user says from the standard input, line by line, until it ends or says /quit.
+
+    Raises:
+        InputError, OSError: the model cannot be opened.
+    """
+    with user_errors():
+        asked = open_model(config)
+    with_drafter = ", with its drafter" if asked.drafter else ""
+    print(f"{config.init_from}{with_drafter}. /help names the commands, /quit ends.")
+    messages: list[dict[str, Any]] = []
+    turn = 0
+    for line in _lines():
+        if line.startswith("/"):
+            again = _command(line, config, messages)
+            if again is None:
+                return
+            config = again
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _answer(asked, config, messages, config.seed + turn)
+        except (DataError, ValueError) as error:
+            messages.pop()
+            print(f"error: {error}")
+            continue
+        turn += 1
+        if answer["answer"].strip():
+            messages.append({"role": "assistant", "content": answer["answer"]})
+        else:
+            messages.pop()
+            print("(no answer came within max_tokens; the question is taken back)")
+
+
+def _lines() -> Iterator[str]:
+    """What the user says; empty lines are left out."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _command(line: str, config: Chat, messages: list[dict[str, Any]]) -> Chat | None:
+    """The settings after a command; None to end."""
+    name, _, value = line.partition(" ")
+    value = value.strip()
+    if name in ("/quit", "/exit"):
+        return None
+    if name == "/new":
+        messages.clear()
+    elif name == "/undo":
+        del messages[-2:]
+    elif name == "/system":
+        messages.clear()
+        return dataclasses.replace(config, system=value or None)
+    elif name == "/thinking" and value in ("on", "off"):
+        return dataclasses.replace(config, thinking=value == "on")
+    elif name == "/effort":
+        try:
+            effort_budget(effort := int(value) if value.isdecimal() else value)
+        except ValueError as error:
+            print(f"error: {error}")
+        else:
+            return dataclasses.replace(config, effort=effort, thinking=True)
+    else:
+        print(HELP)
+    return config
+
+
+@torch.no_grad()
+def _answer(asked: Model, config: Chat, messages: list[dict[str, Any]], seed: int) -> dict[str, str]:
+    """Generate an answer and print it as it comes."""
+    prompt = conversation_ids(asked, config, messages)
+    generator = Generator(asked.model, max_running=1, drafter=asked.drafter)
+    generator.submit(request(asked, config, prompt, seed))
+    shown, finished = "", []
+    while not finished:
+        finished = generator.step()
+        sample = finished[0] if finished else generator.running[0].sample
+        tokens = [token for token in sample.tokens if token != asked.eos]
+        text = asked.tokenizer.decode(tokens, skip_special_tokens=False)
+        if finished or not text.endswith("\ufffd"):  # a character may take several tokens
+            print(visible(text[len(shown) :]), end="", flush=True)
+            shown = text
+    print()
+    return texts(asked, finished[0], config.thinking)
