@@ -21,9 +21,6 @@ ROOT = Path(data.__file__).parents[1]
 
 def order(package) -> list[str]:
     """The files of a package in the order in which its description says to read them."""
-    if package is data.chat:
-        listed = re.search(r"Read in this order: (.*?)\.", package.__doc__, re.DOTALL)[1]
-        return re.findall(r"`(\w+)`", listed)
     return [name for line in re.findall(r"^    (\w.*?)  ", package.__doc__, re.MULTILINE) for name in line.split(", ")]
 
 
