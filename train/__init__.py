@@ -13,6 +13,7 @@ imports only what is listed before it:
     logging, signals            where numbers go; what asks a run to stop
     evaluation                  held-out loss, exact match, recall of the indexers
     loop                        one step, and the loop over steps
+    origin                      which other checkpoints a run reads again when it is continued
     run                         what a run of every task begins and ends with
     dspark, rl                  what these tasks add: drafters; reinforcement learning and distillation
     tasks                       one file for each kind of task

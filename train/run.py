@@ -20,6 +20,7 @@ from model.packed import holds_packed
 from model.parallel.collective_errors import all_or_none
 from optim import format_table
 from train.build import Run, whole_size
+from train import origin
 from train.checkpoint import run_state, storage
 from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState, write_text
@@ -63,6 +64,7 @@ def run_logger(
     """
     if run.world.first:
         save_settings(run)
+        origin.record(run.config)
     reporter: Reporter | NullReporter = reporter_class(run.config, state) if run.world.first else NullReporter()
     try:
         announce(run, state, reporter, folder, changes)
@@ -80,7 +82,10 @@ def find_state(config: Config) -> tuple[Path | None, list[str]]:
     path, folder = config.run_dir / "config.yaml", run_state.latest(config.run_dir / "checkpoints")
     if folder is None or not path.exists():
         return folder, []
-    return folder, check_resumable(yaml.safe_load(path.read_text(encoding="utf-8")), config)
+    saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "init_from" in origin.check(config):  # the same checkpoint, perhaps under another name
+        saved["init_from"], saved["data"]["tokenizer"] = config.init_from, config.data.tokenizer
+    return folder, check_resumable(saved, config)
 
 
 @contextmanager
