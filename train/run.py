@@ -19,8 +19,8 @@ from model.checkpoint.names import MERGED
 from model.packed import holds_packed
 from model.parallel.collective_errors import all_or_none
 from optim import format_table
-from train.build import Run, whole_size
 from train import origin
+from train.build import Run, whole_size
 from train.checkpoint import run_state, storage
 from train.checkpoint.init_from import find_pretrained, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState, write_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import peft
@@ -269,3 +270,22 @@ def test_what_does_not_fit_is_refused(make, changes: list[str], message: str) ->
 def test_a_target_that_names_nothing_is_refused(make) -> None:
     with pytest.raises(ConfigError, match='lora.targets = "vision": this model has no such part'):
         build(make("lora.targets=[attention,vision]"))
+
+
+@pytest.mark.slow
+def test_a_base_that_was_trained_on_meanwhile_is_not_continued_on(make, base: Path, tmp_path: Path) -> None:
+    """NeMo Speech 12565: a name that means the newest checkpoint of a run means another one by then."""
+    mine = tmp_path / "base"
+    shutil.copytree(base, mine)
+    config = make("name=dependent", f"init_from={mine}")
+    pretrain.run(config)
+    noted = json.loads((config.run_dir / "origin.json").read_text())
+    assert noted["init_from"]["folder"] == str(mine)
+    moved = shutil.move(mine, tmp_path / "elsewhere")
+    pretrain.run(make("name=dependent", f"init_from={moved}", "task.tokens=2000"))  # the same weights: may be renamed
+    shutil.copytree(moved, mine)
+    tensors = load_file(mine / "model.safetensors")
+    save_file({name: tensor + 1 if name == "norm.weight" else tensor for name, tensor in tensors.items()},
+              mine / "model.safetensors")  # fmt: skip
+    with pytest.raises(ConfigError, match=f"is {mine} now, and this run began with {mine}, which has other weights"):
+        pretrain.run(make("name=dependent", f"init_from={mine}", "task.tokens=3000"))
