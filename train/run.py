@@ -159,7 +159,8 @@ def report_files(run: Run, reporter: Reporter) -> None:
     if run.config.checkpoint.export:
         export(run, directory / "export")
         reporter.log(f"export:     {directory / 'export'}")
-    reporter.log(f"plot:       {reporter.plot()}")
+    if (picture := reporter.plot()) is not None:
+        reporter.log(f"plot:       {picture}")
     reporter.log(f"metrics:    {directory / 'metrics.jsonl'}")
 
 

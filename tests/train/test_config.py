@@ -25,13 +25,14 @@ from model.build import allocate_model
 from model.count import least_parameters
 from optim import Schedule, Settings
 from train import loop
-from train.__main__ import run_task
-from train.config import moved
+from train.__main__ import load_task, run_task
+from train.config import moved, rules
 from train.config.compose import CONF_DIR, GROUPS, open_overrides
 from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.config.resume import check_resumable, differences, flatten
 from train.config.schema import SMALL, Config, to_dict
+from train.logging import plot
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {field.name for field in dataclasses.fields(TextConfig)}
@@ -472,3 +473,30 @@ def test_the_least_size_of_a_model_is_less_than_its_size() -> None:
         model = allocate_model(config, None, None, "meta", torch.float32)
         exact = sum(parameter.numel() for parameter in model.parameters())
         assert 0.8 * exact < least_parameters(config.text) <= exact
+
+
+def test_functions_that_moved_are_refused_with_their_new_names_and_runs_with_them_continue(compose_raw) -> None:
+    old = "[{prompts: 'train.rl.tasks:letters', reward: 'train.rl.tasks:exact'}]"
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw("task=rl", f"rl.tasks={old}"))
+    text = str(caught.value)
+    assert "rl.tasks[0].prompts = train.rl.tasks:letters: this function has moved" in text
+    assert "It is train.rl.rewards.builtin:exact now" in text
+    saved = {"rl": {"tasks": [{"prompts": "a.jsonl", "reward": "train.rl.tasks:exact", "held_out": None}]}}
+    expected = {"prompts": "a.jsonl", "reward": "train.rl.rewards.builtin:exact", "held_out": None}
+    assert moved.upgraded(saved) == {"rl": {"tasks": [expected]}}
+
+
+def test_wandb_that_is_not_installed_is_refused(compose_raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="logger.wandb = true: wandb is not installed. Install it"):
+        parse(compose_raw("logger=wandb"))
+
+
+def test_a_run_without_matplotlib_draws_nothing_and_says_so(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    config = make_config()
+    load_task("pretrain")(config)
+    text = (config.run_dir / "train.log").read_text(encoding="utf-8")
+    assert text.count("no loss.png: matplotlib is not installed") == 1 and "loss.png" not in text.partition("\n")[2]
+    assert not (config.run_dir / "loss.png").exists()

@@ -11,10 +11,10 @@ Read in this order; each file imports only from those before it:
     tasks                   the tasks, and the function that runs each
     rollout, rl, dspark     sections of their own
     schema                  the whole configuration; the tasks that need none of it
+    moved                   keys and functions that have new names
     rules                   what must hold between fields
     compose                 command line and ``conf/`` to one tree
     help                    what --help prints
-    moved                   keys that have new names
     parse                   a tree to the typed configuration, or to sentences about what is wrong
     resume                  what a continued run may change
 """

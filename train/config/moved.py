@@ -17,6 +17,15 @@ MOVED = {
     "rl.loss.drift": "rl.loss.off_policy_threshold",
 }
 
+# Old module of functions named in rl.tasks -> new one.
+MODULES = {"train.rl.tasks": "train.rl.rewards.builtin"}
+
+
+def renamed(function: str) -> str | None:
+    """The name that ``module:function`` has now, if its module has moved."""
+    module, colon, name = function.partition(":")
+    return f"{MODULES[module]}:{name}" if colon and module in MODULES else None
+
 
 def remedy(key: str) -> str | None:
     """What to write in place of ``key``, if it has moved."""
@@ -39,7 +48,15 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
             value = None if kind in ("rl", "distill") else value * (micro_batch or 1)
         target, name = _section(tree, new, make=True)
         target[name] = value
+    for task in _tasks(tree):
+        task.update({key: renamed(value) or value for key, value in task.items() if isinstance(value, str)})
     return tree
+
+
+def _tasks(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    section = tree.get("rl")
+    tasks = section.get("tasks") if isinstance(section, dict) else None
+    return [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
 
 
 def _section(tree: dict[str, Any], key: str, make: bool) -> tuple[Any, str]:

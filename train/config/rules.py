@@ -11,12 +11,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
 from model import ModelConfig, TextConfig
 from model.config import drafter_problems
 from train.config.dspark import DsparkConfig
+from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
 from train.config.rollout import ServersConfig
@@ -43,6 +45,9 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _rl_rules(config)
     yield from _dspark_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
+    if config.logger.wandb and not _is_installed("wandb"):
+        rule, remedy = "wandb is not installed", "Install it (pip install wandb), or use logger=local"
+        yield {"logger.wandb"}, problem("logger.wandb", True, rule, remedy)
 
 
 def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
@@ -187,6 +192,10 @@ def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> I
             rule = "is what task=rl needs" if kind == "rl" else "has no effect with task=distill"
             yield f"{key}: {rule}. {'Give it' if kind == 'rl' else 'Set it to null'}"
     for number, task in enumerate(rl.tasks):
+        for key in ("prompts", "reward", "held_out"):
+            value = getattr(task, key)
+            if value is not None and (new := renamed(value)):
+                yield f"tasks[{number}].{key} = {value}: this function has moved. It is {new} now"
         if (task.teacher is None) != (kind == "rl"):
             rule = "has no effect with task=rl" if kind == "rl" else "is what task=distill needs"
             yield f"tasks[{number}].teacher: {rule}. {'Leave it out' if kind == 'rl' else 'Name a checkpoint'}"
@@ -268,6 +277,11 @@ def merge_problems(merger: Merger) -> Iterator[str]:
     elif abs(math.fsum(merger.shares) - 1) > 1e-9:
         rule = f"their sum is {math.fsum(merger.shares):.12g}, must be 1"
         yield problem("weights", merger.weights, rule, remedy)
+
+
+def _is_installed(library: str) -> bool:
+    found = find_spec(library)
+    return found is not None and found.origin is not None  # a folder of that name is no library
 
 
 def _cuda_is_available() -> bool:

@@ -20,7 +20,7 @@ from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.errors import naming
 from train.logging import wandb
-from train.logging.plot import Panel, Series, draw
+from train.logging.plot import Panel, Series, available, draw
 from train.logging.text import visible
 
 MOST_POINTS = 5000  # of a picture
@@ -45,6 +45,8 @@ class Reporter:
         self.console = Console(soft_wrap=True, highlight=False, markup=False)
         self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
         self.wandb = wandb.start(config) if config.logger.wandb else None
+        if not available():
+            self.log(f"no {self.picture}: matplotlib is not installed (pip install matplotlib)")
 
     def log(self, line: str) -> None:
         """Write a line to the screen and to ``train.log``."""
@@ -68,8 +70,10 @@ class Reporter:
         self._record({"kind": "valid", **record})
         self.plot()
 
-    def plot(self) -> Path:
-        """Plot everything recorded so far."""
+    def plot(self) -> Path | None:
+        """Plot everything recorded so far; None without matplotlib."""
+        if not available():
+            return None
         path = self.directory / self.picture
         self.draw(self.points, path)
         return path

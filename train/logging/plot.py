@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 STYLES = {"train": {"linewidth": 0.8, "alpha": 0.7}, "valid": {"marker": "o"}}
@@ -29,6 +30,11 @@ class Panel:
     xlabel: str
     ylabel: str
     series: Sequence[Series]
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def draw(path: Path, panels: Sequence[Panel], size: tuple[float, float] = SIZE) -> None:
