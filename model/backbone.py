@@ -289,10 +289,10 @@ class DeepseekV41(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if objective is None:
-            lm_sum = cross_entropy_sum(hidden, self.head.whole(), targets.index_select(0, rows))
+            lm_sum = cross_entropy_sum(hidden, self.head.full_weight(), targets.index_select(0, rows))
         else:
             places = rows if layout.gather is None else layout.gather.index_select(0, rows)
-            lm_sum = objective(hidden, self.head.whole(), targets.index_select(0, rows), places + 1)
+            lm_sum = objective(hidden, self.head.full_weight(), targets.index_select(0, rows), places + 1)
         with using(self.runtime.kernels):
             return training_losses(
                 lm_sum,

@@ -194,7 +194,7 @@ class ModelConfig:
             text_raw["rope_scaling"] = rope
         text = _fill(TextConfig, text_raw, "text_config", problems)
         if vision_raw and vision_raw.get("num_hidden_layers") == 0:  # how text-only files spell "no tower"
-            vision_raw = None
+            vision_raw = {}
         vision = _fill(VisionConfig, dict(vision_raw), "vision_config", problems) if vision_raw else None
         misplaced = [f.name for f in dataclasses.fields(TextConfig) if f.name in raw and f.name not in _CARRIED]
         problems += [f"{key}: belongs into text_config" for key in misplaced]

@@ -417,7 +417,7 @@ class Drafter(nn.Module):
         states = [supervised(self._last.norm(hidden)), features.hidden.index_select(0, supervised(slots.at))]
         if torch.is_autocast_enabled(hidden.device.type):
             states = [state.to(torch.get_autocast_dtype(hidden.device.type)) for state in states]
-        head, markov = self.backbone.head.whole().detach(), self._last.markov_head.head.weight
+        head, markov = self.backbone.head.full_weight().detach(), self._last.markov_head.head.weight
         mine = (states[0], head, supervised(embedded), markov)
         nll, distance = draft_distances(*mine, states[1], supervised(slots.target))
         confidence = self._last.confidence_head(*(x.detach() if detach_confidence else x for x in (hidden, embedded)))

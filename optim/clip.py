@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .ownership import RankGroupLike
 
-WHOLE: Mapping[Tensor, RankGroupLike] = {}
+NOT_SPLIT: Mapping[Tensor, RankGroupLike] = {}
 
 
 @torch.no_grad()
-def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
+def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
     """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; parameters without a
     gradient are skipped.
 
@@ -25,7 +25,7 @@ def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] 
 
 
 @torch.no_grad()
-def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = WHOLE) -> Tensor:
+def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
     """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before scaling,
     0-d fp32, the same on all processes.
 
@@ -34,10 +34,10 @@ def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, Rank
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm!r}; to switch clipping off, do not call it")
-    chosen = _with_gradients(params)
-    norm = _norm(chosen, parts)
-    if chosen:
-        torch._foreach_mul_([_grad(p) for p in chosen], (max_norm / norm).clamp(max=1.0))
+    trained = _with_gradients(params)
+    norm = _norm(trained, parts)
+    if trained:
+        torch._foreach_mul_([_grad(p) for p in trained], (max_norm / norm).clamp(max=1.0))
     return norm
 
 
@@ -53,8 +53,8 @@ def _grad(param: Tensor) -> Tensor:
 
 def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
     """Unsplit parameters count once, of split ones every part."""
-    whole = [_grad(p) for p in params if p not in parts]
-    norms = [_norm_of(whole)] if whole else []
+    unsplit = [_grad(p) for p in params if p not in parts]
+    norms = [_norm_of(unsplit)] if unsplit else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():
         square = _norm_of([_grad(p) for p in params if p in parts and parts[p].group == group]).double().square()
         dist.all_reduce(square, group=ranks.group)

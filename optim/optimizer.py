@@ -16,7 +16,7 @@ from .groups import MAIN, Group, ParameterRow, blocks_text
 from .muon import muon_step
 from .ownership import ParameterPlacement, RankGroupLike, assign_owners
 from .settings import Settings
-from .sinkhorn import sinkhorn_step, whole
+from .sinkhorn import not_split, sinkhorn_step
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
 SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}  # along the first axis
@@ -163,7 +163,7 @@ class Optimizer(torch.optim.Optimizer):
             parts = self.parts
             (momenta,) = buffers
             for param, grad, momentum in zip(params, grads, momenta, strict=True):
-                reduce = partial(_sum_over, parts[param]) if param in parts else whole
+                reduce = partial(_sum_over, parts[param]) if param in parts else not_split
                 settings = self.settings.sinkhorn
                 sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=settings, reduce=reduce)
         else:

@@ -41,14 +41,14 @@ class Balanced(NamedTuple):
         return self.table.mul_(self.row.float()[:, None]).mul_(self.column.float())
 
 
-def whole(x: Tensor) -> Tensor:
+def not_split(x: Tensor) -> Tensor:
     """The `Reduce` for a table that is whole on this rank: its sums are already complete."""
     return x
 
 
 @torch.no_grad()
 def sinkhorn_step(
-    param: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings, reduce: Reduce = whole
+    param: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings, reduce: Reduce = not_split
 ) -> None:
     """One step in place on `param` [m, n] and `momentum` (fp32 [m, n]).
 
@@ -75,14 +75,14 @@ def row_norms(table: Tensor) -> Tensor:
     return torch.linalg.vector_norm(table.double(), dim=1)
 
 
-def live_rows(norms: Tensor, tau: float, reduce: Reduce = whole) -> Tensor | None:
+def live_rows(norms: Tensor, tau: float, reduce: Reduce = not_split) -> Tensor | None:
     """Rows that the mask keeps, int64 [l], or None for all: norm > tau * mean over all m rows. norms: fp64 [m]."""
     total = reduce(torch.stack([norms.sum(), norms.new_tensor(norms.numel())]))
     rows = (norms > tau * (total[0] / total[1])).nonzero().squeeze(1)
     return None if rows.numel() == norms.numel() else rows
 
 
-def balance(table: Tensor, norms: Tensor, settings: SinkhornSettings, reduce: Reduce = whole) -> Balanced:
+def balance(table: Tensor, norms: Tensor, settings: SinkhornSettings, reduce: Reduce = not_split) -> Balanced:
     """Alternately normalise the rows and columns of the live rows, by means of two scale vectors.
 
     `table` fp32 [l, n] is overwritten; `norms` fp64 [l] are its row norms, none of them zero.
@@ -133,7 +133,7 @@ def _nesterov(momentum: Tensor, grad: Tensor, b: float) -> Tensor:
     return (momentum * b).add_(grad, alpha=1 - b)
 
 
-def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = whole) -> Tensor:
+def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = not_split) -> Tensor:
     """sqrt(squares @ weights^2) in fp64. The product runs in fp32, with weights scaled to at most 1 so that their
     squares stay finite.
 

@@ -56,11 +56,11 @@ def convert_checkpoint(
     with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst) as work:
         if changes:
             sources = _changed(sources, changes)
-        kept = {source.name for source in sources if source.kept is not None}
+        with_scales = {source.name for source in sources if source.scales is not None}
         dtype = torch.bfloat16 if format == "bf16" and not is_quantised(config.to_dict()) else None
         dtype = torch.float32 if format == "plain" else dtype
         layout = "released" if format == "released" else "plain"
-        total = write_checkpoint(work, sources, kept, config, layout, dtype, shard_bytes)
+        total = write_checkpoint(work, sources, with_scales, config, layout, dtype, shard_bytes)
         for name in COMPANIONS:
             if (src / name).is_file():
                 shutil.copyfile(src / name, work / name)
@@ -85,6 +85,6 @@ def _changed(sources: list[TensorSource], changes: Mapping[str, Change]) -> list
             row += len(block)
 
     return [
-        source._replace(blocks=partial(blocks, source), kept=None) if source.name in changes else source
+        source._replace(blocks=partial(blocks, source), scales=None) if source.name in changes else source
         for source in sources
     ]

@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
         sources = [source for source in sources if source.name in targets]
         # allocate what stays first: between the blocks, the scales would fragment the heap
         packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
-        kept = {s.name: s.kept().clone() for s in sources if s.kept is not None and s.name not in packed}
+        released_scales = {s.name: s.scales().clone() for s in sources if s.scales is not None and s.name not in packed}
         for source in sources:
             target, row = targets[source.name].tensor, 0
             if isinstance(target, PackedWeight):
@@ -87,7 +87,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
             for block in source.blocks():
                 target[row : row + len(block)].copy_(block)
                 row += len(block)
-    model.released_scales = kept  # type: ignore[assignment]
+    model.released_scales = released_scales  # type: ignore[assignment]
 
 
 def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
@@ -132,7 +132,7 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise ValueError(f"{folder} does not hold this model:\n  {shown}")
-    with Shards(headers) as shards, Shards(scales) as kept:
+    with Shards(headers) as shards, Shards(scales) as scale_shards:
         sources = []
         for name in headers:
             if name not in rows and name not in drafter:  # scales, and rows of other processes
@@ -141,8 +141,8 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
                 sources.append(shards.quantised(name, packing, rows.get(name)))
             elif scale_name(name) in scales and not quantised:
                 tiles = tile_span(rows[name], packing_of(name)) if name in rows else None
-                read = partial(kept.read, scale_name(name), tiles)
-                sources.append(shards.plain(name, rows.get(name))._replace(kept=read))
+                read = partial(scale_shards.read, scale_name(name), tiles)
+                sources.append(shards.plain(name, rows.get(name))._replace(scales=read))
             else:
                 sources.append(shards.plain(name, rows.get(name)))
         yield sources

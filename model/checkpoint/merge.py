@@ -55,9 +55,9 @@ def merge_checkpoints(
     own = [name for name in left_out if not name.startswith("mtp.")]
     assert not own, f"not in every checkpoint: {own}"
     merged = [_merged([(weight, sources[name]) for weight, sources in weighted]) for name in shared]
-    kept = {source.name for source in merged if source.kept is not None}
+    with_scales = {source.name for source in merged if source.scales is not None}
     with whole_folder(Path(dst)) as work:
-        size = write_checkpoint(work, merged, kept, config, format, None, shard_bytes)
+        size = write_checkpoint(work, merged, with_scales, config, format, None, shard_bytes)
         for name, text in (companions or {}).items():
             (work / name).write_text(text, encoding="utf-8")
     return size, left_out
@@ -76,6 +76,6 @@ def _merged(weighted: list[tuple[float, TensorSource]]) -> TensorSource:
                 raise ValueError(f"{first.name} of the merged checkpoint has a NaN or infinite value")
             yield total
 
-    kept = first.kept if all(source.kept is not None for source in sources) else None
+    scales = first.scales if all(source.scales is not None for source in sources) else None
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
-    return TensorSource(first.name, first.shape, dtype, blocks, kept)
+    return TensorSource(first.name, first.shape, dtype, blocks, scales)

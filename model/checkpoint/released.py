@@ -156,7 +156,7 @@ class TensorSource(NamedTuple):
     """A tensor being copied: `blocks()` yields its rows from `start` on in order, a few at a time.
 
     shape: of the whole tensor; this process may handle only some of its rows, or none. dtype: stored type unless
-    another is requested. kept: the scales of those rows if it was stored quantised before. stored: codes and scales of
+    another is requested. scales: those of the rows, if it was stored quantised before. stored: codes and scales of
     the same blocks if it is stored quantised now.
     """
 
@@ -164,7 +164,7 @@ class TensorSource(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: Callable[[], Iterator[Tensor]]
-    kept: Callable[[], Tensor] | None = None
+    scales: Callable[[], Tensor] | None = None
     start: int = 0
     stored: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
 
@@ -238,10 +238,10 @@ class Shards:
         def stored() -> Iterator[tuple[Tensor, Tensor]]:
             return ((codes, scale) for codes, scale, _ in pieces())
 
-        def kept() -> Tensor:
+        def read_scales() -> Tensor:
             return self.read(scale_name(name), tile_span(rows, packing))
 
-        return TensorSource(name, shape, torch.bfloat16, blocks, kept, rows.start, stored)
+        return TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored)
 
 
 class Stored(NamedTuple):
@@ -270,12 +270,12 @@ def packed(source: TensorSource, packing: Packing) -> list[Stored]:
     scales: list[Tensor] = []
 
     def codes() -> Iterator[Tensor]:
-        kept, row = source.kept() if source.kept else None, 0
+        former, row = source.scales() if source.scales else None, 0
         for block in source.blocks():
             if not block.isfinite().all():
                 raise ValueError(f"{name} has a NaN or infinite value and cannot be quantised")
             tiles = tile_span(slice(row, row + len(block)), packing)
-            part, scale = pack(block, packing, None if kept is None else kept[tiles].to(block.device))
+            part, scale = pack(block, packing, None if former is None else former[tiles].to(block.device))
             scales.append(scale)
             yield part
             row += len(block)

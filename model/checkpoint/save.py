@@ -74,10 +74,10 @@ def save_pretrained(
     def source(part: TensorShard) -> TensorSource:
         if not part.written_by(ranks):
             return TensorSource(part.name, part.shape, part.dtype, lambda: iter(()))
-        kept = (lambda: scales[part.name]) if part.name in scales else None
+        stored = (lambda: scales[part.name]) if part.name in scales else None
         if isinstance(part.tensor, PackedWeight):
-            kept = partial(getattr, part.tensor, "scale")
-        return TensorSource(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), kept, part.start)
+            stored = partial(getattr, part.tensor, "scale")
+        return TensorSource(part.name, part.shape, part.dtype, partial(_blocks, part.tensor), stored, part.start)
 
     held = [*released_tensors(model), *(() if drafter is None else released_tensors(drafter))]
     if adapter := next((part.name for part in held if ".lora_" in part.name), None):
@@ -85,9 +85,11 @@ def save_pretrained(
     spread = max(part.copies.size for part in held)
     if ranks.size % spread:
         raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
-    kept = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
+    with_scales = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
     with whole_folder(Path(folder), ranks) as work:
-        write_checkpoint(work, [source(part) for part in held], kept, model.config, format, dtype, shard_bytes, ranks)
+        write_checkpoint(
+            work, [source(part) for part in held], with_scales, model.config, format, dtype, shard_bytes, ranks
+        )
         if ranks.rank == 0:
             if tokenizer is not None:
                 tokenizer.save(str(work / "tokenizer.json"))
@@ -115,7 +117,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def write_checkpoint(
     folder: Path,
     sources: Iterable[TensorSource],
-    kept: Container[str],
+    with_scales: Container[str],
     config: ModelConfig,
     format: str,
     dtype: torch.dtype | None,
@@ -123,7 +125,7 @@ def write_checkpoint(
     ranks: RankGroup = ONE_RANK,
 ) -> int:
     """Write config.json and the tensors into a folder, as `save_pretrained` does; returns the bytes of all tensors.
-    `kept`: the weights whose scales go beside them in a plain folder.
+    `with_scales`: the weights whose scales go beside them in a plain folder.
     """
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
@@ -138,7 +140,7 @@ def write_checkpoint(
         bundles.append([stored])
         if source.name == "embed.weight":
             plain = stored.dtype
-        if source.name in kept and packing is not None:
+        if source.name in with_scales and packing is not None:
             scales.append(_kept_scales(source, packing))
     total = write_shards(folder, bundles, shard_bytes, ranks)
     if scales:
@@ -152,8 +154,8 @@ def write_checkpoint(
 
 def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
     def blocks() -> Iterator[Tensor]:
-        if source.kept is not None:  # otherwise another process has them
-            yield source.kept()
+        if source.scales is not None:  # otherwise another process has them
+            yield source.scales()
 
     first = tile_span(slice(source.start, source.start), packing).start
     return Stored(scale_name(source.name), packing.scale_shape(*source.shape), torch.float8_e8m0fnu, blocks, first)

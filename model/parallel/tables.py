@@ -111,9 +111,9 @@ class Head(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits fp32 [..., rows]."""
-        return logits(hidden, self.whole())
+        return logits(hidden, self.full_weight())
 
-    def whole(self) -> Tensor:
+    def full_weight(self) -> Tensor:
         """The weight [rows, dim] of all ranks, which must all take part. Its gradient is summed over the ranks."""
         return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
 

@@ -99,15 +99,15 @@ class HeadLora(_Wrapper):
         for weight, change in super().changes(adapter):
             yield weight, change[self.base_layer.shard.start : self.base_layer.shard.stop]
 
-    def whole(self) -> Tensor:
+    def full_weight(self) -> Tensor:
         """The changed weight [rows, dim] of all ranks."""
-        weight = self.base_layer.whole()
+        weight = self.base_layer.full_weight()
         for name in self.in_use:
             weight = weight + self.scaling[name] * (self.lora_B[name].weight @ self.lora_A[name].weight)
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return logits(x, self.whole())
+        return logits(x, self.full_weight())
 
 
 class ExpertsLora(_Wrapper):
