@@ -85,7 +85,7 @@ bench: install
 bench-distributed: install
 	@$(PY) tests/bench/bench_distributed.py $(ARGS)
 
-TYPED = model optim data
+TYPED = model optim data train
 
 lint: install
 	@$(PY) -m ruff check .

@@ -13,6 +13,7 @@ backbone's; the three image token vectors are plain vectors.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from model import ModelConfig
@@ -134,11 +135,11 @@ def _vision_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
     heads = vision.num_attention_heads if per_head else 1
     rows = vision.hidden_size // heads
     wqkv = ((heads, rows), (heads, rows), (1, vision.hidden_size))
-    matrix = {"method": "muon", "weight_decay": WEIGHT_DECAY, "schedule": VISION_SCHEDULE}
+    matrix = partial(Rule, method="muon", weight_decay=WEIGHT_DECAY, schedule=VISION_SCHEDULE)
     return [
-        Rule(BLOCK + r"attn\.wqkv\.weight", blocks=wqkv, **matrix),
-        Rule(BLOCK + r"(attn\.wo|mlp\.w[12])\.weight", **matrix),
-        Rule(r"vision\.patch_embed\.proj\.weight", **matrix),
+        matrix(BLOCK + r"attn\.wqkv\.weight", blocks=wqkv),
+        matrix(BLOCK + r"(attn\.wo|mlp\.w[12])\.weight"),
+        matrix(r"vision\.patch_embed\.proj\.weight"),
         Rule(r"vision\.patch_embed\.proj\.bias|" + BLOCK + r"attn\.(wqkv|wo)\.bias", "adamw", schedule=VISION_SCHEDULE),
         Rule(BLOCK + r"norm[12]\.weight", "adamw", weight_decay=WEIGHT_DECAY, schedule=VISION_SCHEDULE),
         # The tower's last norm, the aligner and the image token vectors train from the first step.

@@ -27,8 +27,8 @@ def stop_signals() -> Iterator[list[str]]:
         if number == signal.SIGINT:
             signal.signal(number, before[number])
 
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, note)
+    for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        before[each] = signal.signal(each, note)
     ends = False
     try:
         yield received

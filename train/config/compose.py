@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -23,9 +23,11 @@ GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path
 def composed(*choices: str) -> dict[str, Any]:
     """The tree that ``conf/`` gives for group choices (``task=sft``), references resolved. Only to be read."""
     if GlobalHydra.instance().is_initialized():
-        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return OmegaConf.to_container(compose("train", overrides=list(choices)), resolve=True)
+        tree = compose("train", overrides=list(choices))
+    else:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            tree = compose("train", overrides=list(choices))
+    return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
 
 
 def open_overrides(arguments: list[str]) -> list[str]:

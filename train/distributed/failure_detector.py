@@ -45,8 +45,8 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         message = _wait(lambda: _accepts(host, port), lambda: missing, timeout, reporter)
         if message:
             raise RankLost(message, reported=not reporter)
-    store = dist.TCPStore(host, port, size, hosts_store, wait_for_workers=False, multi_tenant=True)
-    store = dist.PrefixStore("start", store)
+    shared = dist.TCPStore(host, port, size, hosts_store, wait_for_workers=False, multi_tenant=True)
+    store = dist.PrefixStore("start", shared)
     store.set(str(rank), "")
     if rank == 0:
         everyone = [str(other) for other in range(size)]

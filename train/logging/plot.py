@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-STYLES = {"train": {"linewidth": 0.8, "alpha": 0.7}, "valid": {"marker": "o"}}
+STYLES: dict[str, dict[str, Any]] = {"train": {"linewidth": 0.8, "alpha": 0.7}, "valid": {"marker": "o"}}
 SIZE = (8.0, 4.5)  # inches, of a single panel
 
 
@@ -46,7 +47,7 @@ def draw(path: Path, panels: Sequence[Panel], size: tuple[float, float] = SIZE) 
     figure = Figure(figsize=size, layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for series in panel.series:
-            style = {**STYLES[series.kind], "label": series.label}
+            style: dict[str, Any] = {**STYLES[series.kind], "label": series.label}
             if series.shade is not None:
                 style["color"] = colormaps["viridis"](series.shade)
             if not series.joined:

@@ -6,7 +6,7 @@ import netrc
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from train.checkpoint.run_state import write_text
@@ -48,7 +48,7 @@ def start(config: Config) -> Any:
     return run
 
 
-def _mode(seconds: float = 3.0) -> str | None:
+def _mode(seconds: float = 3.0) -> Literal["online", "offline"] | None:
     """None if WANDB_MODE is set, which W&B obeys; else online if there is a key and the server answers, or offline."""
     import wandb
 

@@ -70,11 +70,11 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
     """(packed batches of the chosen responses, bool [N]; counts: tokens of all responses, and how many of the chosen
     ones' tokens are stale).
     """
-    chosen = chosen.nonzero().flatten().tolist()
-    pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in chosen]
+    numbers = chosen.nonzero().flatten().tolist()
+    pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in numbers]
     counts = {
         "response_tokens": sum(len(response.sample.tokens) for response in scored.responses),
-        "stale_tokens": sum(len(scored.responses[n].sample.tokens) for n in chosen)
+        "stale_tokens": sum(len(scored.responses[n].sample.tokens) for n in numbers)
         - sum(int((piece["labels"] != IGNORE).sum()) for piece in pieces),
     }
     if not pieces:

@@ -167,7 +167,7 @@ class Collector:
             self._grade(group)
 
     def _grade(self, group: Group) -> None:
-        grades = []
+        grades: list[tuple[int, Future[Outcome] | Outcome]] = []
         for member in range(group.size):
             length, texts = self.read(group.samples[member])
             if texts is None:

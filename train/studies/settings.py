@@ -84,6 +84,12 @@ class Study:
         if bad:
             raise ValueError("; ".join(bad))
 
+    def tune_of(self, arm: str) -> Tune:
+        """What an arm that chooses a setting chooses from."""
+        tune = self.arms[arm].tune
+        assert tune is not None, f"{arm} chooses nothing"
+        return tune
+
 
 def read_study(name: str) -> Study:
     """``conf/study/<name>.yaml``, checked.

@@ -36,7 +36,7 @@ def summarise(
     arms = {
         name: {
             "overrides": study.arms[name].overrides,
-            "tuned": None if name not in chosen else {study.arms[name].tune.key: chosen[name]},
+            "tuned": None if name not in chosen else {study.tune_of(name).key: chosen[name]},
             "mean": {column: fmean(numbers[column] for numbers in by_seed.values()) for column in columns},
             "seeds": {str(seed): dict(numbers) for seed, numbers in by_seed.items()},
         }
@@ -67,6 +67,6 @@ def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -
 def edge_notes(study: Study, chosen: Mapping[str, float]) -> Iterator[str]:
     """A choice at the edge of what was tried could be better still, so it is said."""
     for name, value in chosen.items():
-        values = sorted(study.arms[name].tune.values)
+        values = sorted(study.tune_of(name).values)
         if value in (values[0], values[-1]):
-            yield f"{name}: the best {study.arms[name].tune.key} tried, {value:g}, lies at the edge of {values}"
+            yield f"{name}: the best {study.tune_of(name).key} tried, {value:g}, lies at the edge of {values}"

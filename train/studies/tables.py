@@ -16,7 +16,7 @@ def tables(study: Study, result: Mapping[str, Any]) -> list[tuple[str, list[str]
     found = []
     if result["tuning"]:
         rows = [
-            [name, study.arms[name].tune.key, *(f"{value}: {loss:.4f}" for value, loss in losses.items())]
+            [name, study.tune_of(name).key, *(f"{value}: {loss:.4f}" for value, loss in losses.items())]
             for name, losses in result["tuning"].items()
         ]
         width = max(map(len, rows))

@@ -90,7 +90,7 @@ class _Worker:
     """One process; used by one thread at a time."""
 
     def __init__(self, functions: list[str]):
-        self.functions, self.closed = functions, False
+        self.functions, self.closed, self.ready = functions, False, False
         self._start()
 
     def wait_ready(self) -> None:
@@ -150,12 +150,14 @@ class _Worker:
         self.process.wait()
 
     def _write(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the process is gone; reading will notice
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         """The next line; None if it does not come in time, {} if the process has ended."""
+        assert self.process.stdout is not None
         end = time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = end - time.monotonic()

@@ -94,6 +94,7 @@ def load(name: str) -> Callable[..., Any]:
     if place.endswith(".py"):
         place = os.path.expanduser(place)
         spec = importlib.util.spec_from_file_location(place, place)
+        assert spec is not None and spec.loader is not None, "the name ends in .py"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
         spec.loader.exec_module(module)
     else:

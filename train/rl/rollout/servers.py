@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +142,7 @@ class Servers:
             self.notes.append(f"server {server.url} is back")
         server.alive, server.noted, server.failures, server.ready_at = True, False, 0, 0.0
 
-    async def complete(self, server: Server, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def complete(self, server: Server, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed completion.
 
         Raises:
@@ -178,7 +178,8 @@ class Servers:
         attempts = 0 if server.noted else self.config.retries
         for attempt in range(attempts + 1):
             try:
-                return await self._load_once(server, folder, version)
+                await self._load_once(server, folder, version)
+                return None
             except ServerError as error:
                 return str(error)
             except Failure as failure:
