@@ -113,8 +113,8 @@ def build_loaders(
     weights = cfg.weights()
     fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
     fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
-    rows = MixedRows(readers, weights)
-    return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
+    mixed = MixedRows(readers, weights)
+    return TrainLoader(mixed, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:

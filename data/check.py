@@ -83,7 +83,7 @@ def check_data(
         text for part in parts.values() for text in argument_problems(part, tokenizer, seq_len, 1, 0, 1, vision)
     ]
     refuse(wrong + list(dict.fromkeys(problems)))
-    reports = {}
+    reports: dict[str, SplitReport] = {}
     for name, part in parts.items():
         kind, sizes = SOURCES[part.source], image_sizes(part, special_ids(tokenizer), vision)
         encoder = Encoder(tokenizer, seq_len, sizes, count_bytes=False, conversations=kind.conversations)

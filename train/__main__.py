@@ -27,6 +27,11 @@ from train.distributed.launchers import LAUNCHERS, run_to_the_end
 from train.errors import LOST, REFUSED, Interrupted, NonFiniteError, RankLost
 
 
+# Threads of a step that wait for each other sleep instead of spinning: beside other programs, spinning takes the time of
+# the threads that are waited for. OpenMP reads it when torch is imported, which is later; a value that is set stands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def command() -> None:
     """What ``python -m train`` and ``narrows`` do with their arguments."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
