@@ -26,9 +26,8 @@ from train.config.tasks import TASKS
 from train.distributed.launchers import LAUNCHERS, run_to_the_end
 from train.errors import LOST, REFUSED, Interrupted, NonFiniteError, RankLost
 
-
-# Threads of a step that wait for each other sleep instead of spinning: beside other programs, spinning takes the time of
-# the threads that are waited for. OpenMP reads it when torch is imported, which is later; a value that is set stands.
+# Threads of a step that wait for each other sleep instead of spinning: beside other programs, spinning takes the time
+# of those that are waited for. OpenMP reads it when torch is imported, which is later; a value that is set stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
