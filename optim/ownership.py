@@ -16,9 +16,14 @@ import torch.distributed as dist
 class RankGroupLike(Protocol):
     """An ordered set of `size` processes; `rank` is this process's position. With one process, `group` is None."""
 
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 class ParameterPlacement(NamedTuple):

@@ -27,7 +27,9 @@ from train.checkpoint import run_state
 from train.checkpoint.background import Background
 from train.checkpoint.init_from import find_pretrained, frozen_packing, holds_drafter, load_pretrained_weights
 from train.checkpoint.run_state import TrainerState
+from train.config.dspark import DsparkConfig
 from train.config.problems import ConfigError, problem
+from train.config.rl import RlConfig
 from train.config.schema import Config
 from train.distributed.engine import Engine
 from train.distributed.world import World, pick_device
@@ -44,7 +46,7 @@ class Run:
     world: World
     tokenizer: Tokenizer
     model_config: ModelConfig
-    model: torch.nn.Module  # what is trained: the model, or with task=dspark a drafter
+    model: Any  # what is trained: the model, or with task=dspark a drafter
     optimizer: Optimizer
     engine: Engine
     train_batches: Any
@@ -67,6 +69,18 @@ class Run:
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the model's device."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @property
+    def rl(self) -> RlConfig:
+        """The settings of task=rl and task=distill; other tasks have none."""
+        assert self.config.rl is not None
+        return self.config.rl
+
+    @property
+    def dspark(self) -> DsparkConfig:
+        """The settings of task=dspark; other tasks have none."""
+        assert self.config.dspark is not None
+        return self.config.dspark
 
     def prepare(self, batch: Batch) -> dict[str, Any]:
         """A CPU batch made ready for the model: checked, laid out (``layout``) and moved to its device."""
@@ -139,7 +153,7 @@ def build(config: Config, world: World | None = None) -> Run:
     if config.init_from is not None and token_map is not None:
         check_engram(config.init_from, given, model_config)
     train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
-    model = make_model(config, model_config, token_map, world)
+    model: Any = make_model(config, model_config, token_map, world)
     if config.checkpoint.export == "released":
         check_packable(model)
     if config.lora.on:
@@ -194,7 +208,7 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
         torch.float32,
         world.parallel,
         config.loss,
-        packing_of=frozen_packing(find_pretrained(config.init_from), config.runtime.frozen),
+        packing_of=frozen_packing(find_pretrained(config.initial_checkpoint), config.runtime.frozen),
     )
 
 
@@ -246,7 +260,7 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
         raise ConfigError([problem(key, config.text.vocab_size, rule, f"Set it to {size} or more")])
     ids = special_ids(tokenizer)
     found = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
-    changes = {key: value for key, value in found.items() if value is not None}
+    changes: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
     text_changes: dict[str, Any] = {**changes, "engram_pad_token_id": ids.pad}
     token_map = None
     if config.text.engram_layer_ids:
@@ -269,28 +283,29 @@ def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
         raise ConfigError([problem("init_from", name, rule, "Use the tokenizer that the checkpoint was trained with")])
 
 
-def give_adapter(config: Config, model: torch.nn.Module) -> list[str]:
+def give_adapter(config: Config, model: DeepseekV41) -> list[str]:
     """Load the weights that an adapter belongs to, and add the adapter. Returns lines for the log."""
     from train.lora import inject  # takes seconds to import
 
-    origin = load_pretrained_weights(model, config.init_from)
+    origin = load_pretrained_weights(model, config.initial_checkpoint)
     inject.add_adapter(model, config.lora, config.seed)
-    size = sum(map(whole_size, inject.trained_parameters(model).values()))
+    size = sum(whole_size(parameter) for parameter in inject.trained_parameters(model).values())
     return [f"weights: {origin}", f"adapter of {size:,} parameters: {', '.join(config.lora.targets)}"]
 
 
 def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[str]]:
     """Load the frozen weights that a drafter serves, and make the drafter. Returns lines for the log."""
-    origin = load_pretrained_weights(backbone, config.init_from)
+    origin = load_pretrained_weights(backbone, config.initial_checkpoint)
     backbone.requires_grad_(False).eval()
     size = sum(map(whole_size, backbone.parameters()))
     notes = [f"backbone of {size:,} parameters, not trained: {origin}"]
+    assert config.dspark is not None
     if config.dspark.drafter is None and holds_drafter(origin):
         return load_drafter(origin, backbone), [*notes, f"drafter: trained on from {origin}"]
     return build_drafter(backbone, config.seed), [*notes, "drafter: new"]
 
 
-def whole_size(parameter: torch.nn.Parameter) -> int:
+def whole_size(parameter: torch.Tensor) -> int:
     """Elements of the whole parameter, of which this process may hold only a part."""
     shard = getattr(parameter, "shard", None)
     return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
@@ -314,7 +329,7 @@ def build_optimizer(
     if config.lora.on:
         rules = adapter_rules()
     elif config.dspark is not None:
-        switches = {"per_head": optim.per_head, "tables": optim.tables, "tables_lr_factor": optim.tables_lr_factor}
+        switches: dict[str, Any] = {name: getattr(optim, name) for name in ("per_head", "tables", "tables_lr_factor")}
         rules = (
             drafter_rules(model_config, **switches) if optim.rules == "report" else adamw_drafter_rules(model_config)
         )

@@ -21,9 +21,9 @@ SAMPLE = 2**20  # bytes of a file's beginning and end that are looked at
 
 def needed(config: Config) -> dict[str, str]:
     """Key -> name of every checkpoint that the run reads again when it is continued."""
-    learns = config.rl is not None and config.rl.loss is not None
+    loss = None if config.rl is None else config.rl.loss
     found = {}
-    if config.init_from and (config.lora.on or config.dspark is not None or (learns and config.rl.loss.kl)):
+    if config.init_from and (config.lora.on or config.dspark is not None or (loss is not None and loss.kl)):
         found["init_from"] = config.init_from
     for number, task in enumerate(config.rl.tasks if config.rl is not None else ()):
         if teacher := getattr(task, "teacher", None):

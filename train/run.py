@@ -65,7 +65,7 @@ def run_logger(
     if run.world.first:
         save_settings(run)
         origin.record(run.config)
-    reporter: Reporter | NullReporter = reporter_class(run.config, state) if run.world.first else NullReporter()
+    reporter = reporter_class(run.config, state) if run.world.first else NullReporter()
     try:
         announce(run, state, reporter, folder, changes)
         yield reporter
@@ -170,23 +170,24 @@ def export(run: Run, folder: Path) -> None:
     An adapter on packed weights is merged while the files of its base are rewritten, a few rows at a time, so the
     merged weights are never held in memory.
     """
-    config = run.config
+    config, form = run.config, run.config.checkpoint.export
+    assert form, "only a run that exports comes here"
     if config.lora.on and holds_packed(run.model):
         with all_or_none(storage.ranks()):
             if run.world.first:
                 changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
-                base = find_pretrained(config.init_from).folder
+                base = find_pretrained(config.initial_checkpoint).folder
                 files = {MERGED: merged_record(config.run_dir / "adapter", base)}
-                convert_checkpoint(base, folder, config.checkpoint.export, changes=changes, replace=True, files=files)
+                convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files)
         return
     files = tokenizer_files(config.data, run.tokenizer)
     if config.lora.on:
-        files[MERGED] = merged_record(config.run_dir / "adapter", find_pretrained(config.init_from).folder)
+        files[MERGED] = merged_record(config.run_dir / "adapter", find_pretrained(config.initial_checkpoint).folder)
     save_pretrained(
         run.backbone,
         folder,
         run.tokenizer,
-        format=config.checkpoint.export,
+        format=form,
         companions=files,
         ranks=storage.ranks(),
         drafter=run.model if config.dspark is not None else None,
@@ -198,7 +199,7 @@ def keep_adapter(run: Run) -> Path:
     from train.lora import inject
 
     folder, config = run.config.run_dir / "adapter", run.config
-    inject.save_adapter(run.model, folder, config.init_from, biases=config.optim.router_bias_mode != "off")
+    inject.save_adapter(run.model, folder, config.initial_checkpoint, biases=config.optim.router_bias_mode != "off")
     if not holds_packed(run.model):
         inject.merge(run.model)
     return folder

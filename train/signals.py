@@ -36,6 +36,6 @@ def stop_signals() -> Iterator[list[str]]:
         ends = True
         raise
     finally:
-        for number, handler in before.items():
-            if not ends or number == signal.SIGINT:
-                signal.signal(number, handler)
+        for signum, handler in before.items():
+            if not ends or signum == signal.SIGINT:
+                signal.signal(signum, handler)

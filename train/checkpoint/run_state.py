@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from model.build import allocate_model
 from model.checkpoint.names import allocate_scales, released_names, released_tensors, scale_parts
 from model.checkpoint.released import TensorSource, row_blocks
 from model.parallel.ranks import Shard
+from optim.optimizer import Optimizer
 from optim.ownership import assign_owners
 from train.checkpoint import storage
 from train.checkpoint.background import Background
@@ -62,7 +63,7 @@ def save(
     state: TrainerState,
     *,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     data: dict[str, Any],
     model_config: dict[str, Any],
     keep: int,
@@ -109,7 +110,7 @@ def load(
     folder: Path,
     *,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     set_data: Callable[[dict[str, Any]], None],
     model_config: dict[str, Any],
 ) -> TrainerState:
@@ -223,7 +224,7 @@ def _warn_once(message: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a small file, whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with naming(path), open(temporary, "w", encoding="utf-8") as file:
+    with naming(str(path)), open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -251,7 +252,7 @@ def _as_today(model: dict[str, Any]) -> dict[str, Any]:
 
 def random_state() -> dict[str, Any]:
     """The state of every generator that a step could draw from, as JSON."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast(tuple, np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
@@ -299,7 +300,7 @@ def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
     """Of what several ranks hold alike, the part that this rank writes; the background copies nothing more. Ranks that
     split a tensor are consecutive, and a set of them writes all of its parts or none.
     """
-    share = {}
+    share: dict[str, ShardedTensor] = {}
     for number in {spread.parts for spread in tensors.values()}:
         alike = {name: spread for name, spread in tensors.items() if spread.parts == number}
         sizes = [math.prod(spread.shape) * spread.dtype.itemsize for spread in alike.values()]
@@ -315,31 +316,33 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
 
 def _scale_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
     return {
-        f"{SCALES}{part.name}": ShardedTensor.rows(part.tensor, part.start, part.shape[0], part.copies.size)
+        f"{SCALES}{part.name}": ShardedTensor.rows(
+            cast(Tensor, part.tensor), part.start, part.shape[0], part.copies.size
+        )
         for part in scale_parts(model)
     }
 
 
-def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     """(name, method, parameter) of everything in the optimizer."""
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield name, group["method"], parameter
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
+def _optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
     """The state of the parameters that this rank updates; a step count is a 0-d tensor."""
     tensors = {}
     for name, _, parameter in _named(optimizer):
         shard = getattr(parameter, "shard", None)
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
-            whole = shard is None or not value.shape
-            tensors[f"{OPTIMIZER}{name}.{key}"] = ShardedTensor.whole(value) if whole else _rows(value, shard)
+            entry = ShardedTensor.whole(value) if shard is None or not value.shape else _rows(value, shard)
+            tensors[f"{OPTIMIZER}{name}.{key}"] = entry
     return tensors
 
 
-def _load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, index: Index) -> None:
+def _load_optimizer(folder: Path, optimizer: Optimizer, index: Index) -> None:
     """Replace the optimizer's state. Rows without a saved state start with zeros, as at their first step."""
     keys: dict[str, list[str]] = {}
     for entry in index:
@@ -397,7 +400,7 @@ def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, ShardedTenso
             raise storage.damaged(folder / storage.INDEX, ValueError(f"rows of {name} are missing"))
 
 
-def _check_methods(folder: Path, saved: Mapping[str, str], optimizer: torch.optim.Optimizer) -> None:
+def _check_methods(folder: Path, saved: Mapping[str, str], optimizer: Optimizer) -> None:
     here = {name: method for name, method, _ in _named(optimizer)}
     problems = [
         f"{name}: {saved.get(name, 'missing')} there, {here.get(name, 'missing')} here"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -251,7 +251,7 @@ def size() -> int:
 
 def ranks() -> RankGroup:
     """This process among all, as `model` takes it. All ranks call it together first."""
-    return RankGroup(group(), rank(), size())
+    return RankGroup(cast(dist.ProcessGroup, group()), rank(), size())
 
 
 def fsync(path: Path) -> None:
@@ -301,7 +301,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        return dcp.default_planner.create_default_local_load_plan(self.state_dict, self.metadata)
+        return dcp.default_planner.create_default_local_load_plan(self.state_dict, cast(Metadata, self.metadata))
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
@@ -312,7 +312,7 @@ def _key(name: str, shape: tuple[int, ...], start: int, rows: int) -> str:
 
 
 def _blocks(planner: dcp.SavePlanner, item: WriteItem) -> Iterator[Tensor]:
-    tensor = planner.resolve_data(item)
+    tensor = cast(Tensor, planner.resolve_data(item))  # there are no bytes among the items
     for rows in row_blocks(tuple(tensor.shape)) if tensor.dim() else (...,):
         yield tensor[rows]
 
@@ -350,6 +350,7 @@ class _Writer(StorageWriter):
         stored, results = [], []
         for item in plan.items:
             data = item.tensor_data
+            assert data is not None, "all items are tensors"
             sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
             key = _key(item.index.fqn, whole, *_span(data.chunk.offsets, sizes))
             stored.append(Stored(key, sizes, data.properties.dtype, partial(_blocks, planner, item)))
@@ -369,6 +370,7 @@ class _Writer(StorageWriter):
         files = {result.index: result.storage_data for written in results for result in written}
         index: Index = {}
         for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), "all entries are tensors"
             chunks = [
                 Chunk(*_span(chunk.offsets, chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
                 for chunk in entry.chunks
@@ -411,7 +413,7 @@ class _Reader(StorageReader):
                 for chunk in entry.chunks
             ]
             entries[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
-        return Metadata(entries)
+        return Metadata(dict(entries))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -425,7 +427,7 @@ class _Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            chunk = self.index[item.storage_index.fqn].chunks[item.storage_index.index]
+            chunk = self.index[item.storage_index.fqn].chunks[cast(int, item.storage_index.index)]
             by_file.setdefault(chunk.file, []).append((item, chunk))
         for file, items in by_file.items():
             path = self.folder / file

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +27,7 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
         ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
     """
     try:
-        tree, small = _resolved(OmegaConf.create(raw))
+        tree, small = _resolved(cast(DictConfig, OmegaConf.create(cast(dict, raw))))
     except OmegaConfBaseException as error:  # an interpolation of a missing key
         raise _reference_error(error.full_key or "the configuration", error) from None
     if small is not None:
@@ -41,16 +41,23 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
     return config
 
 
+def parse_run(raw: DictConfig | Mapping[str, Any]) -> Config:
+    """``parse`` for a tree that is known to describe a run."""
+    config = parse(raw)
+    assert isinstance(config, Config)
+    return config
+
+
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
     """Plain containers with references resolved, and the configuration type of a task that trains nothing."""
     task = _value(raw, "task")
-    small = SMALL.get(task.get("kind")) if isinstance(task, Mapping) else None
+    small = SMALL.get(str(task.get("kind"))) if isinstance(task, Mapping) else None
     if small is not None:  # the sections of a training run may refer to settings that this task does not have
         unused = {field.name for field in fields(Config)} - {field.name for field in fields(small)}
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
     elif isinstance(init_from := _value(raw, "init_from"), str):
         raw = OmegaConf.create(_with_pretrained(_plain(raw), init_from))
-    return OmegaConf.to_container(raw, resolve=True, throw_on_missing=False), small
+    return cast(dict[str, Any], OmegaConf.to_container(raw, resolve=True, throw_on_missing=False)), small
 
 
 def _value(raw: DictConfig, key: str) -> Any:
@@ -65,7 +72,7 @@ def _reference_error(key: str, error: OmegaConfBaseException) -> ConfigError:
 
 
 def _plain(raw: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(raw, resolve=False)
+    return cast(dict[str, Any], OmegaConf.to_container(raw, resolve=False))
 
 
 def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
         return None
 
 
-def _describe(path: list[str], entry: dict[str, Any], whole: type = Config) -> list[str]:
+def _describe(path: list[str], entry: Mapping[str, Any], whole: type = Config) -> list[str]:
     """The problems behind one pydantic error; there are several when a section checked itself."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":

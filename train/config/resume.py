@@ -83,7 +83,8 @@ def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict
     """
     tree = _overlaid(composed(f"task={kind}"), saved)
     tree["model"] = saved.get("model")  # not laid over another one
-    tree, gone = json.loads(json.dumps(tree)), {}
+    gone: dict[str, Any] = {}
+    tree = json.loads(json.dumps(tree))
     while True:
         try:
             return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)), gone

@@ -163,6 +163,12 @@ class Config:
         """The one directory this run writes to; the same configuration finds it again and resumes."""
         return Path(self.output) / self.name
 
+    @property
+    def initial_checkpoint(self) -> str:
+        """``init_from``, where the task or the method needs one."""
+        assert self.init_from is not None
+        return self.init_from
+
 
 @dataclass(config=STRICT, frozen=True)
 class SmallTask:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections import defaultdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]
     from deepspeed.utils import groups
 
     if parts == 1:
-        return RankGroup(), RankGroup(dist.group.WORLD, process.rank, process.size)
+        return RankGroup(), RankGroup(cast(dist.ProcessGroup, dist.group.WORLD), process.rank, process.size)
     name = group_name(parts)
     groups._create_expert_and_data_parallel(parts)
     return (
@@ -105,7 +105,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
     split = [parameter for parameter in model.parameters() if hasattr(parameter, "shard")]
     for parameter in split:
-        parameter.allreduce, parameter.group_name = False, group_name(parameter.shard.ranks.size)
+        vars(parameter).update(allreduce=False, group_name=group_name(parameter.shard.ranks.size))
     config = {
         "train_micro_batch_size_per_gpu": 1,  # a placeholder; the engine only uses it for counting
         "gradient_accumulation_steps": 1,

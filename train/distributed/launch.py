@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,9 @@ def launch(layout: ParallelConfig) -> World:
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
     parallel = Parallel(experts, tables, layout.shard_embeddings)
-    everyone = RankGroup(dist.group.WORLD, process.rank, process.size)
+    everyone = RankGroup(cast(dist.ProcessGroup, dist.group.WORLD), process.rank, process.size)
     replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
     detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout)
     detector.start()
     return World(device, process.rank, process.size, parallel, replica_groups, detector)

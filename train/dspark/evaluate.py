@@ -49,7 +49,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
     """``measures`` on the held-out rows, at the same anchors in every evaluation and run. Changes no state. None as
     soon as ``stop`` returns True on any rank.
     """
-    started, settings, world = time.perf_counter(), run.config.dspark, run.world
+    started, settings, world = time.perf_counter(), run.dspark, run.world
     sums: dict[str, torch.Tensor] = {}
     first_row = 0
     for batch in run.valid_batches:

@@ -24,7 +24,8 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)
-    targets, load, probe = torch.zeros((), dtype=torch.int64), 0, Probe(run)
+    targets, probe = torch.zeros((), dtype=torch.int64), Probe(run)
+    load: Any = 0
     chat, answers = run.config.task.kind == "sft", torch.zeros(2, dtype=torch.int64)
     mixed = isinstance(run.valid_batches, MixedValidation)
     by_source = {name: torch.zeros(2, dtype=torch.float64) for name in (run.valid_batches.parts if mixed else ())}
@@ -46,15 +47,15 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
         if judge:
             answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1]).cpu()
     right, asked = run.world.sum_(answers).tolist()
-    nats, targets = float(run.world.sum_(nats)), int(run.world.sum_(targets))
-    loss, load = nats / targets, run.world.sum_(load)
-    by_source = {name: run.world.sum_(sums).tolist() for name, sums in by_source.items()}
+    count = int(run.world.sum_(targets))
+    loss, load = float(run.world.sum_(nats)) / count, run.world.sum_(load)
+    each = {name: run.world.sum_(sums).tolist() for name, sums in by_source.items()}
     progress = run.train_batches.sources() if mixed else {}
-    sources = {name: {"loss": sums[0] / sums[1], **progress[name]} for name, sums in by_source.items()}
+    sources = {name: {"loss": sums[0] / sums[1], **progress[name]} for name, sums in each.items()}
     return {
         "loss": loss,
         "bits_per_byte": loss / math.log(2) / run.valid_batches.bytes_per_token,
-        "targets": targets,
+        "targets": count,
         **({"sources": sources} if mixed else {}),
         **({"exact_match": right / asked, "answers": asked} if chat else {}),
         "index_recall": probe.recall,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -43,13 +43,18 @@ NAME = "default"  # `peft`'s name for the only adapter
 class _Wrapper(nn.Module, LoraLayer):
     """Common part of the layers below: a base layer, and the changes of its weights for merging."""
 
+    base_layer: Any
+    lora_A: Any
+    lora_B: Any
+    lora_dropout: Any
+
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, r: int, lora_alpha: float, **_: Any):
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+        self.update_layer(adapter_name, r, lora_alpha=cast(int, lora_alpha), config=config)
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+    def _get_in_out_features(self, module: Any) -> tuple[Any, Any]:
         return module.weight.shape[1], module.weight.shape[0]
 
     def changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -92,7 +97,7 @@ class GroupedLora(_Wrapper):
 class HeadLora(_Wrapper):
     """LoRA of the head, whole on every rank even if the head is split. No dropout: losses read the weight alone."""
 
-    def _get_in_out_features(self, module: Head) -> tuple[int, int]:
+    def _get_in_out_features(self, module: Any) -> tuple[Any, Any]:
         return module.in_features, module.shard.total
 
     def changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,9 +120,9 @@ class ExpertsLora(_Wrapper):
 
     def __init__(self, base_layer: Experts, *args: Any, **kwargs: Any):
         super().__init__(base_layer, *args, **kwargs)
-        base_layer.adapter = self.added
+        base_layer.adapter = cast(Any, self.added)
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[None, None]:
+    def _get_in_out_features(self, module: Any) -> tuple[Any, Any]:
         return None, None
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config: Any, **_: Any) -> None:
@@ -160,7 +165,7 @@ class Trained(nn.Module):
         super().__init__()
         self.model = model
 
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:  # type: ignore[override]
         state = self.model.state_dict(keep_vars=keep_vars)
         return {name: tensor for name, tensor in state.items() if ".lora_" in name or ".gate.bias" in name}
 
@@ -174,7 +179,7 @@ def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
     modules = list(_target_modules(model, config.targets))
     choice = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=cast(int, config.alpha),
         lora_dropout=config.dropout,
         target_modules="|".join(map(re.escape, modules)),
     )
@@ -227,7 +232,7 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
     tensors = dict(_tensors(model))
     if dist.is_initialized() and dist.get_rank():
         return
-    config: peft.LoraConfig = model.peft_config[NAME]
+    config: peft.LoraConfig = cast(Any, model.peft_config)[NAME]
     kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     whole = [name for name, kind in kinds.items() if kind not in (GroupedLora, ExpertsLora)]
     parts = [f"{name}.{weight}" for name, kind in kinds.items() if kind is ExpertsLora for weight in STACK]

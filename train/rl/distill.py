@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Teachers:
 
     def __init__(self, run: Run, shape: Shape):
         self.run, self.shape = run, shape
-        self.names = [task.teacher for task in run.config.rl.tasks]
+        self.names = [str(task.teacher) for task in run.rl.tasks]
         for number, name in enumerate(self.names):
             _check_vocabulary(run, number, name)
         self.heads: dict[str, Tensor] = {}  # on the CPU
@@ -95,8 +96,8 @@ class Teachers:
             kept["hidden"] = found.cpu()
             return hidden.new_zeros(())
 
-        inputs = {key: batch[key] for key in INPUTS if key != "routing"}  # a teacher chooses its own experts
-        inputs = self.run.to_device(inputs)
+        own = {key: batch[key] for key in INPUTS if key != "routing"}  # a teacher chooses its own experts
+        inputs: dict[str, Any] = self.run.to_device(own)
         with self.run.autocast():
             model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=keep)
         return kept["hidden"]
@@ -135,7 +136,7 @@ class Teachers:
 def _check_vocabulary(run: Run, number: int, name: str) -> None:
     origin, rule = find_pretrained(name), None
     size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
-    if origin.tokens() != find_pretrained(run.config.init_from).tokens():
+    if origin.tokens() != find_pretrained(run.config.initial_checkpoint).tokens():
         rule = f"its tokenizer, {origin.tokenizer}, is not the policy's: their vocabularies cannot be compared"
     elif size != own:
         rule = f"its vocabulary has {size} entries, the policy's {own}: they cannot be compared"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,14 +80,15 @@ class PolicyGradient:
 
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
         """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``sums``."""
-        settings = self.run.config.rl
+        settings, loss = self.run.rl, self.run.rl.loss
+        assert loss is not None  # as task=rl requires
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             tensors = {name: batch[name] for name in ("old_log_probs", "advantage", "response")}
             if self.reference is not None:
                 with self.reference.model() as model:
                     tensors["reference"] = log_probs_under(model, batch, settings.temperature)
-            objective = PolicyObjective(settings.loss, settings.temperature, **tensors)
+            objective = PolicyObjective(loss, settings.temperature, **tensors)
             inputs = {name: batch[name] for name in INPUTS} | {"layout": batch.get("layout")}
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             add_sums(sums, objective.sums)
@@ -100,7 +102,7 @@ def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, routin
     """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the
     recorded experts.
     """
-    inputs = {name: batch[name] for name in INPUTS if routing_replay or name != "routing"}
+    inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if routing_replay or name != "routing"}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
 
     def objective(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:

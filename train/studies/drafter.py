@@ -27,7 +27,7 @@ from model import DeepseekV41, Drafter, Generator, Request, Sample, load_drafter
 from model.generation import generate
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState, write_text
-from train.config.parse import parse
+from train.config.parse import parse_run
 from train.dspark.anchors import HELD_OUT, with_anchors
 from train.dspark.evaluate import evaluate
 from train.tasks.dspark import step
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     saved = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
     saved["data"]["tokenizer"] = "train"  # that of init_from, as the run had it
-    config = parse(saved)
+    config = parse_run(saved)
     run = build(config)
     backbone = run.backbone
     drafters = {
@@ -126,6 +126,7 @@ def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> d
     """Accepted lengths from held-out prompts; and, along the held-out text itself, what is expected of them."""
     run.model = drafter
     measured = evaluate(run)
+    assert measured is not None, "nothing stops it"
     found: dict[str, Any] = {"expected": {name: measured[name] for name in ("tau", "alpha", "ece")}}
     for kind, temperature in (("greedy", 0.0), ("drawn", TEMPERATURE)):
         requests = [Request(p, NEW, temperature=temperature, seed=n) for n, p in enumerate(prompts)]

@@ -24,7 +24,7 @@ from train.build import build
 from train.checkpoint import run_state
 from train.checkpoint.run_state import write_text
 from train.config.compose import CONF_DIR, open_overrides
-from train.config.parse import parse
+from train.config.parse import parse_run
 from train.config.resume import differences
 from train.config.schema import Config, to_dict
 from train.errors import user_errors
@@ -73,14 +73,15 @@ class Runner:
         study = self.study
         first, rest = study.seeds[0], study.seeds[1:]
         trials = {
-            name: [self.job(name, value, first) for value in arm.tune.values]
+            name: [self.job(name, value, first) for value in self.study.tune_of(name).values]
             for name, arm in study.arms.items()
             if arm.tune
         }
         plain = [self.job(name, None, seed) for name in study.arms if name not in trials for seed in study.seeds]
         self.train([*(job for tried in trials.values() for job in tried), *plain])
         tuning = {
-            name: {job.value: self.state(job)["last_valid"]["loss"] for job in tried} for name, tried in trials.items()
+            name: {job.value: self.state(job)["last_valid"]["loss"] for job in tried if job.value is not None}
+            for name, tried in trials.items()
         }
         chosen = {name: min(losses, key=losses.__getitem__) for name, losses in tuning.items()}
         if chosen:
@@ -93,7 +94,7 @@ class Runner:
 
     def job(self, name: str, value: float | None, seed: int) -> Job:
         arm = self.study.arms[name]
-        tuned = () if value is None else (f"{arm.tune.key}={value!r}",)
+        tuned = () if value is None else (f"{self.study.tune_of(name).key}={value!r}",)
         overrides = (*arm.overrides, *tuned, f"seed={seed}")
         plain = self._compose(overrides)
         run = run_name(differences(to_dict(self.base), plain), seed)
@@ -177,8 +178,10 @@ class Runner:
             say(f"evaluating {job} with {' '.join(changes)}")
             with one_thread():
                 with user_errors():
-                    run = build(parse(self._raw((*job.overrides, *changes))))
-                    run.resume(run_state.latest(job.config.run_dir / "checkpoints"))
+                    run = build(parse_run(self._raw((*job.overrides, *changes))))
+                    newest = run_state.latest(job.config.run_dir / "checkpoints")
+                    assert newest is not None, f"{job} has been trained"
+                    run.resume(newest)
                 write_text(path, json.dumps(evaluate(run)))
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -186,7 +189,7 @@ class Runner:
         return (f"experiment={self.study.experiment}", *self.extra, *overrides)
 
     def _compose(self, overrides: Sequence[str]) -> Config:
-        return parse(self._raw(self._arguments(overrides)))
+        return parse_run(self._raw(self._arguments(overrides)))
 
     def _raw(self, arguments: Sequence[str]) -> Any:
         try:

@@ -11,7 +11,7 @@ import torch
 
 from data import DataError
 from data.chat.conversation import effort_budget
-from model.generation import Generator
+from model.generation import Generator, Sample
 from train.config.schema import Chat
 from train.errors import user_errors
 from train.logging.text import visible
@@ -99,7 +99,8 @@ def _answer(asked: Model, config: Chat, messages: list[dict[str, Any]], seed: in
     prompt = conversation_ids(asked, config, messages)
     generator = Generator(asked.model, max_running=1, drafter=asked.drafter)
     generator.submit(request(asked, config, prompt, seed))
-    shown, finished = "", []
+    shown = ""
+    finished: list[Sample] = []
     while not finished:
         finished = generator.step()
         sample = finished[0] if finished else generator.running[0].sample

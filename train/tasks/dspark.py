@@ -57,7 +57,7 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
     """One step on this process's micro-batches; moves the counters and returns the step's record."""
-    settings, world = run.config.dspark, run.world
+    settings, world = run.dspark, run.world
     rows = run.config.task.per_rank_batch(world.size)[0]
     first = state.step * rows * world.size * run.micro_batches + world.rank * rows
     micro_batches = [

@@ -12,9 +12,11 @@ Not counted: memory of libraries, allocator and communication buffers, images, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import cast
 
 from model import DeepseekV41, ModelConfig, build_drafter, build_model, count
 from model.config import drafter_problems
@@ -112,10 +114,11 @@ def plan(config: Config) -> ResourcePlan:
     state = dict.fromkeys(STATE_KEYS, 0)
     optimizer_flops = dict.fromkeys(STATE_KEYS, 0.0)
     for item in owned(items):
+        assert item.method is not None, "what is owned is trained"
         state[item.method] += item.units * item.state_bytes
         optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
     task = config.task
-    local = task.seq_len * task.global_batch_rows // config.parallel.world_size
+    local = task.seq_len * cast(int, task.global_batch_rows) // config.parallel.world_size
     costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
     per_token = sum(cost.step + cost.recomputed * config.runtime.recompute for cost in costs.values())
     return ResourcePlan(
@@ -325,7 +328,7 @@ def report(p: ResourcePlan) -> str:
             for name, on in (("off", False), ("on", True))
         ]),
         *_table(
-            (f"sent by a GPU in a step of {task.seq_len * task.global_batch_rows:,} tokens", "GiB"),
+            (f"sent by a GPU in a step of {task.seq_len * cast(int, task.global_batch_rows):,} tokens", "GiB"),
             [(kind, f"{size / GIB:.2f}") for kind, size in p.traffic.items()],
         ),
         *_table(
@@ -381,7 +384,7 @@ def longest_rows(p: ResourcePlan, recompute: bool) -> int:
     while length >= 2:
         config = replace(config, task=replace(config.task, seq_len=length))
         working = max(sum(working_bytes(config, p.model).values()), p.optimizer_working)
-        if (p.held + working) / GIB <= config.parallel.gpu_memory_gib:
+        if (p.held + working) / GIB <= (config.parallel.gpu_memory_gib or math.inf):
             return length
         length //= 2
     return 0

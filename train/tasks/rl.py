@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from train.checkpoint.background import Background
 from train.checkpoint.run_state import CheckpointError, TrainerState, write_text
 from train.config.schema import Config
 from train.errors import InputError, user_errors
+from train.logging.log import Reporter
 from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, Group, SamplingPlan, encoded
@@ -70,12 +71,13 @@ def run(config: Config) -> None:
         with user_errors():
             objects = build(config, world)
             state = begin(objects)
-            wanted = config.rl.loss is not None and config.rl.loss.kl
+            settings = objects.rl
+            wanted = settings.loss is not None and settings.loss.kl
             reference = make_reference(objects) if wanted else None
             if folder:
                 state = objects.resume(folder)
-        tasks = [task.reward for task in config.rl.tasks]
-        with closing(Rewards(tasks, config.rl.reward_workers, config.rl.reward_seconds)) as rewards:
+        tasks = [task.reward for task in settings.tasks]
+        with closing(Rewards(tasks, settings.reward_workers, settings.reward_seconds)) as rewards:
             policy = make_policy(objects, rewards, reference)
             with closing(policy.collector.rollout):
                 if folder:
@@ -94,7 +96,7 @@ def make_reference(run: Run) -> Reference:
 
 def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Policy:
     """The objects of ``config.rl``. ``reference``: the initial policy, if the loss needs it."""
-    config, settings, text = run.config, run.config.rl, run.model_config.text
+    config, settings, text = run.config, run.rl, run.model_config.text
     plan = SamplingPlan(
         efforts=tuple(settings.trained),
         sizes=tuple(settings.samples),
@@ -129,32 +131,31 @@ def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Poli
 
 def open_rollout(run: Run) -> Rollout:
     """The rollout that ``rl.rollout`` chooses: generation in this process, or servers."""
-    settings = run.config.rl
-    if settings.rollout is None:
-        return LocalRollout(run.model, settings.in_flight, run.autocast)
+    servers = run.rl.rollout
+    if servers is None:
+        return LocalRollout(run.model, run.rl.in_flight, run.autocast)
 
     def export(model: DeepseekV41, folder: Path) -> None:
         files = tokenizer_files(run.config.data, run.tokenizer)
-        form, ranks = settings.rollout.format, storage.ranks()
-        save_pretrained(model, folder, run.tokenizer, format=form, companions=files, ranks=ranks)
+        save_pretrained(model, folder, run.tokenizer, format=servers.format, companions=files, ranks=storage.ranks())
 
     text = run.model_config.text
     limits = Limits(text.vocab_size, text.num_hidden_layers, text.num_experts_per_tok)
-    return HttpRollout(Servers(settings.rollout), run.world, run.config.run_dir / "policy", export, limits)
+    return HttpRollout(Servers(servers), run.world, run.config.run_dir / "policy", export, limits)
 
 
-def train(policy: Policy, state: TrainerState, reporter: RlReporter) -> None:
+def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
     """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped while collecting
     or evaluating.
     """
     run, collector = policy.run, policy.collector
     told: set[str] = set()
-    failing = Failing(len(run.config.rl.tasks))
+    failing = Failing(len(run.rl.tasks))
 
     def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         started, before = time.perf_counter(), state.tokens
         groups = collector.collect(stopped)
-        if run.world.any(groups is None):
+        if run.world.any(groups is None) or groups is None:
             collector.put_back(groups or [])
             return None
         for note in failures(groups, told):
@@ -181,7 +182,7 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
 
     If no response in any process is informative, nothing is updated.
     """
-    run, settings, method = policy.run, policy.run.config.rl, policy.method
+    run, settings, method = policy.run, policy.run.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
     mine, counts = method.batches(scored, state.step)
     dummy_batches = max(run.world.gather(len(mine))) - len(mine)
@@ -267,7 +268,7 @@ def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[s
     """Reward, accuracy and reasoning length under every effort of ``rl.eval_efforts`` on held-out prompts, sampled as
     in training. Changes no state. None as soon as ``stop`` returns True in any process.
     """
-    run, settings, trained = policy.run, policy.run.config.rl, policy.collector
+    run, settings, trained = policy.run, policy.run.rl, policy.collector
     started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
     share = len(range(world.rank, settings.eval_prompts, world.size))
     groups: list[Group] | None = []
@@ -277,7 +278,7 @@ def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[s
         rollout = trained.rollout.apart()
         groups = Collector(plan, policy.held_out, rollout, trained.rewards, run.tokenizer).collect(stop)
         rollout.close()
-    if world.any(groups is None):
+    if world.any(groups is None) or groups is None:
         return None
     return {**measures(run, score(groups, settings.length, settings.trained)), "seconds": time.perf_counter() - started}
 
@@ -387,7 +388,7 @@ def _lag(scored: Scored, version: int) -> int:
     return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
 
 
-def _summed(run: Run, sums: dict[Any, float]) -> Counter[Any]:
+def _summed(run: Run, sums: Mapping[Any, float]) -> Counter[Any]:
     """These sums over all processes."""
     total: Counter[Any] = Counter()
     for other in run.world.gather(dict(sums)):
@@ -406,9 +407,10 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _summarise(policy: Policy, state: TrainerState, reporter: RlReporter) -> None:
+def _summarise(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
     """The closing lines: every effort before and after, and the files."""
     reporter.stop_bar()
+    assert state.first_valid is not None and state.last_valid is not None
     reporter.log(table(state.first_valid, state.last_valid))
     reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     report_files(policy.run, reporter)

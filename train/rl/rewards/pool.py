@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any, cast
 
 import psutil
 
@@ -93,6 +93,9 @@ class _Worker:
         self.functions, self.closed, self.ready = functions, False, False
         self._start()
 
+    ready: bool
+    process: subprocess.Popen[bytes]
+
     def wait_ready(self) -> None:
         if self.ready:
             return
@@ -152,18 +155,20 @@ class _Worker:
     def _write(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the process is gone; reading will notice
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+            pipe = cast(IO[bytes], self.process.stdin)
+            pipe.write(json.dumps(message).encode() + b"\n")
+            pipe.flush()
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         """The next line; None if it does not come in time, {} if the process has ended."""
         assert self.process.stdout is not None
         end = time.monotonic() + seconds
+        pipe = cast(IO[bytes], self.process.stdout)
         while b"\n" not in self._rest:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
                 return None
-            read = os.read(self.process.stdout.fileno(), 65536)
+            read = os.read(pipe.fileno(), 65536)
             if not read:
                 return {}
             self._rest += read
