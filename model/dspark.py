@@ -1,4 +1,4 @@
-"""DSpark, the drafter: a few blocks that propose the next tokens all at once, from what the backbone has computed.
+"""DSpark, the drafter: a few blocks that propose several next tokens in one pass, from the backbone's hidden states.
 
 Geometry (released inference code; V4.1 report, arXiv 2609.19969). The anchor a is the place of the token just drawn,
 so the backbone has passed positions 0..a-1. A block of B drafts starts there: the anchor token, then B-1 noise tokens,
@@ -52,10 +52,11 @@ BINS = 10  # of predicted acceptance, for its calibration
 
 
 class DraftLayout(NamedTuple):
-    """Where N blocks of drafts stand: places int64 [N, W] of their context keys among those that a stage is given,
-    hidden bool [N, W]: no key there (before the document or the window), phasors complex64 [N*B, rope/2] of the drafts.
+    """Keys and positions of N blocks of drafts. places int64 [N, W]: their context keys, as row numbers of the keys
+    that a stage is given; hidden bool [N, W]: true where there is no key (before the document or outside the window);
+    phasors complex64 [N*B, rope/2]: the RoPE factors of the drafts.
 
-    image is what routers ask a layout for: drafts are routed as text, by `bias`, whatever they follow.
+    image: read by the routers. Drafts are always routed as text, with the router's `bias`, even after an image.
     """
 
     places: Tensor
@@ -65,8 +66,8 @@ class DraftLayout(NamedTuple):
 
 
 class Anchors(NamedTuple):
-    """The anchors of a batch: shape of what was given ([A] or [B, A]); real int64 [N], which of them are no filler
-    (-1); last int64 [N]: token index of the position before each.
+    """The anchors of a batch. shape: that of the given tensor, [A] or [B, A]; real int64 [N]: which elements are
+    anchors and not padding (-1); last int64 [N]: index, among the layout's tokens, of the token before each anchor.
     """
 
     shape: torch.Size
@@ -74,21 +75,22 @@ class Anchors(NamedTuple):
     last: Tensor
 
     def flatten(self, x: Tensor) -> Tensor:
-        """[A, ...] or [B, A, ...] -> [N, ...]."""
+        """[A, ...] or [B, A, ...] -> [N, ...], without the padding."""
         return x.flatten(0, len(self.shape) - 1).index_select(0, self.real)
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [A, ...] or [B, A, ...]; zero at fillers."""
+        """[N, ...] -> [A, ...] or [B, A, ...], zero at the padding."""
         if len(self.real) != self.shape.numel():
             x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
         return x.view(*self.shape, *x.shape[1:])
 
 
 class Drafted(NamedTuple):
-    """What the drafter computes with known tokens, for anchors [A] ([B, A]: everything has B in front).
+    """The drafter's output when the token before each slot is known. Shapes are for anchors [A] of one row; with
+    anchors [rows, A], every tensor has a leading axis of rows.
 
-    main_x [S, d], zero at padding; hidden [A, B, d] before the last norm; base_logits and logits (with the Markov head)
-    fp32 [A, B, V]; confidence fp32 [A, B], no sigmoid.
+    main_x [S, d], zero at padding; hidden [A, B, d] before the last norm; base_logits fp32 [A, B, V] without and logits
+    fp32 [A, B, V] with the Markov head's bias; confidence fp32 [A, B], before the sigmoid.
     """
 
     main_x: Tensor
@@ -99,8 +101,8 @@ class Drafted(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Proposed tokens int64 [A, B], the logits fp32 [A, B, V] that each was chosen by, confidence fp32 [A, B]. With
-    anchors [B, A] all have B in front.
+    """Proposed tokens int64 [A, B], the logits fp32 [A, B, V] that they were chosen from, and confidence logits fp32
+    [A, B]. With anchors [rows, A], each has a leading axis of rows.
     """
 
     tokens: Tensor
@@ -109,10 +111,12 @@ class Draft(NamedTuple):
 
 
 class DraftLoss(NamedTuple):
-    """loss = 0.1 ce + 0.9 l1 + bce, differentiable, each a mean over all slots of the batch by `weights`; tau: expected
-    accepted length, 1 + the drafts, averaged over blocks with a supervised slot. Detached, shaped as the anchors with B
-    behind: valid bool, weights, alpha (acceptance, 0 where not valid), confidence (logits). expert_load int64
-    [stages, 2, E].
+    """The training loss of a batch and what it is made of.
+
+    loss = 0.1 ce + 0.9 l1 + bce is differentiable; each term is the mean over all slots of the batch, weighted by
+    `weights`. tau: expected accepted length of a block, 1 + the accepted drafts, averaged over blocks with a supervised
+    slot. Detached, with the anchors' shape and a last axis of B slots: valid bool (supervised), weights, alpha
+    (probability of acceptance, 0 where not valid), confidence (logits). expert_load int64 [stages, 2, E].
     """
 
     loss: Tensor
@@ -129,8 +133,8 @@ class DraftLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftDenominators:
-    """Counts over a whole optimizer step (all micro-batches, all ranks): num_tokens, without padding; valid int64 [B],
-    blocks whose slots are supervised up to each.
+    """Counts over a whole optimizer step (all micro-batches, all ranks). num_tokens: tokens without padding; valid
+    int64 [B]: for each slot, the number of blocks in which it and all slots before it are supervised.
     """
 
     num_tokens: Tensor
@@ -138,7 +142,7 @@ class DraftDenominators:
 
     @property
     def weight(self) -> Tensor:
-        """What the step's losses are divided by: the sum of all slots' weights, fp32 (1 if there is none)."""
+        """The divisor of the step's losses: the sum of the weights of all slots, fp32 (1 if no slot is supervised)."""
         total = (self.valid * slot_weights(len(self.valid), self.valid.device).double()).sum().float()
         return total.where(total > 0, 1.0)
 
@@ -152,13 +156,14 @@ class DraftDenominators:
 
 
 class DraftLosses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators:
-    micro-batches add up.
+    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators, so
+    the totals of micro-batches add up to the loss.
 
-    The rest is detached sums over slots: ce_sum, l1_sum, bce_sum by weight; slots int64 [B], how many are supervised;
-    alpha_sum [B] (their acceptance);
-    accepted_sum (expected accepted tokens of all blocks, the backbone's own included); calibration fp64 [BINS, 3]: by
-    predicted acceptance, the slots, their predictions and their acceptances; expert_load int64 [stages, 2, E].
+    The other fields are detached sums: ce_sum, l1_sum, bce_sum, weighted over slots; slots int64 [B], the number of
+    supervised slots at each place in a block; alpha_sum [B], the sum of their acceptance probabilities; accepted_sum,
+    the expected accepted tokens of all blocks, including the backbone's own token of each; calibration fp64 [BINS, 3],
+    for each bin of predicted acceptance the number of slots, the sum of predictions and the sum of true acceptances;
+    expert_load int64 [stages, 2, E].
     """
 
     total: Tensor
@@ -173,7 +178,9 @@ class DraftLosses(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Loss terms as weighted sums, and what they come from; valid, weights, alpha, confidence [N, B], accepted [N]."""
+    """Loss terms as weighted sums, and the values they are computed from: valid, weights, alpha and confidence [N, B],
+    accepted [N].
+    """
 
     ce_sum: Tensor
     l1_sum: Tensor
@@ -188,7 +195,7 @@ class _Terms(NamedTuple):
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits from the token before: embed [V, r], head [V, r]."""
+    """A low-rank bias on the logits that depends on the previous token: embed [V, r], head [V, r]."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -196,13 +203,13 @@ class MarkovHead(nn.Module):
         self.head = nn.Linear(config.dspark_markov_rank, config.vocab_size, bias=False)
 
     def bias(self, embedded: Tensor) -> Tensor:
-        """embedded [..., r] -> fp32 [..., V]."""
+        """The bias fp32 [..., V] from the embedding [..., r] of the previous token."""
         with torch.autocast(embedded.device.type, enabled=False):
             return F.linear(embedded.float(), self.head.weight.float())
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a draft is accepted, as a logit."""
+    """Predicts the probability that a draft is accepted, as a logit."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -216,8 +223,9 @@ class ConfidenceHead(nn.Module):
 
 
 class Stage(Block):
-    """A block of the backbone's kind (window only, its own number of experts) that attends to context keys. The first
-    stage also owns what makes `main_x`, the last one the heads.
+    """A block like the backbone's (window attention only, its own number of experts) that also attends to context keys.
+    The first stage also holds the projection and norm that compute `main_x`; the last stage holds the final norm, the
+    Markov head and the confidence head.
     """
 
     def __init__(self, config: TextConfig, stage: int, parallel: Parallel):
@@ -241,8 +249,8 @@ class Stage(Block):
     def forward(  # type: ignore[override]
         self, state: BlockState, context_keys: Tensor, layout: DraftLayout, runtime: ForwardOptions
     ) -> tuple[BlockState, Routing]:
-        """state of N*B drafts, context_keys [M, D] that the layout's places point into. `attention="dense"`: one
-        block after the other, by the reference attention.
+        """Run the stage on the state of N*B drafts. context_keys [M, D] are indexed by `layout.places`. With
+        `runtime.attention="dense"`, the reference attention runs on one block of drafts at a time.
         """
         with using(runtime.kernels):
             streams = state.streams
@@ -260,10 +268,10 @@ class Stage(Block):
 
 
 class Drafter(nn.Module):
-    """All of `mtp.*`, or this rank's part of it (the experts are split like the backbone's).
+    """All `mtp.*` weights, or this rank's part of them (the experts are split like the backbone's).
 
-    It uses `backbone` (embedding, head, a pass over the text), which is no part of it: neither its parameters nor its
-    state dict are the drafter's.
+    The drafter uses `backbone` (its embedding, its head, and its hidden states), but does not own it: the backbone's
+    weights are not among the drafter's parameters, nor in its state dict.
     """
 
     def __init__(self, backbone: DeepseekV41):
@@ -281,22 +289,22 @@ class Drafter(nn.Module):
 
     @property
     def runtime(self) -> ForwardOptions:
-        """How the backbone is run; `attention="dense"` also makes the drafter take the plain path, block by block."""
+        """The backbone's options. `attention="dense"` also makes the drafter use its reference attention."""
         return self.backbone.runtime
 
     def router_biases(self) -> list[tuple[Tensor, Tensor]]:
-        """(bias, bias_vl) of every stage's router, fp32 [E] each; drafts are routed by the first."""
+        """(bias, bias_vl) of every stage's router, fp32 [E] each. Drafts are routed with `bias`."""
         return [(stage.ffn.gate.bias, stage.ffn.gate.bias_vl) for stage in self.mtp]
 
     def forward(
         self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, previous_tokens: Tensor, **batch: Tensor
     ) -> Drafted:
-        """Drafts with known tokens before each slot.
+        """Run the drafter with known tokens before each slot.
 
-        input_ids int64 [B, S]; anchors int64 [A] of the only row, or [B, A] with -1 for none: places in the row, where
-        the document of the position before goes on; anchor_tokens as anchors; previous_tokens int64 [..., block size]:
-        the token before each slot, first the anchor token. batch: the rest of what `DeepseekV41.features` takes.
-        Raises ValueError for anchors without a real token before them.
+        input_ids int64 [B, S]. anchors int64 [A] if there is one row, or [B, A] padded with -1: positions in the row;
+        an anchor continues the document of the token before it. anchor_tokens: the tokens at the anchors, same shape.
+        previous_tokens int64 [..., block size]: the token before each slot, starting with the anchor token. batch: the
+        other inputs of `DeepseekV41.features`. Raises ValueError for anchors without a real token before them.
         """
         features = self._features(input_ids, batch)
         where = self.locate(anchors, features.layout, input_ids.shape)
@@ -312,8 +320,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def draft(self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, **batch: Tensor) -> Draft:
-        """Greedy drafts: each slot takes the likeliest token, which then stands before the next. Inputs as in
-        `forward`.
+        """Greedy drafts: each slot takes the likeliest token, which the next slot's Markov bias depends on. Inputs as
+        in `forward`.
         """
         features = self._features(input_ids, batch)
         where = self.locate(anchors, features.layout, input_ids.shape)
@@ -323,8 +331,8 @@ class Drafter(nn.Module):
         return Draft(*(where.unflatten(x) for x in found))
 
     def propose(self, hidden: Tensor, first: Tensor, pick: Callable[[int, Tensor], Tensor]) -> Draft:
-        """Slot by slot from hidden [N, B, d] and anchor tokens int64 [N]; `pick(slot, logits [N, V])` chooses tokens
-        int64 [N].
+        """Choose the drafts slot by slot from hidden [N, B, d] and the anchor tokens `first` int64 [N].
+        `pick(slot, logits [N, V])` returns the chosen tokens int64 [N].
         """
         logits, before, tokens, embedded = self._base_logits(hidden), first, [], []
         for slot in range(self.block_size):
@@ -338,15 +346,16 @@ class Drafter(nn.Module):
     def loss(
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool = True, **batch: Tensor
     ) -> DraftLoss:
-        """The training loss of a batch. labels int64 [B, S], not shifted, -100 ignored; anchors as in `forward`, inside
-        the text: a block is cut where its document ends or a label is missing.
+        """The training loss of a batch. labels int64 [B, S] are not shifted, -100 is ignored; anchors as in `forward`.
+        Slots after the end of the document, or after a token without a label, are not supervised.
 
-        detach_confidence: the confidence's error trains its head only (it is disputed whether it should reach the
-        drafter: DeepSpec lets it, an ablation in `speculators`, pull request 848, found that this hurts).
+        detach_confidence: the gradient of the confidence loss reaches the confidence head only. Sources disagree about
+        this: in DeepSpec it reaches the whole drafter; an ablation in `speculators` (pull request 848) found that
+        harmful.
         """
         terms = self._terms(input_ids, labels, anchors, detach_confidence, batch)
         total, blocks = terms.weights.sum(), terms.valid[:, 0].sum()
-        count = total.where(total > 0, 1.0)  # no supervised slot at all: 0, not NaN
+        count = total.where(total > 0, 1.0)  # without a supervised slot the loss is 0, not NaN
         ce, l1, bce = (term / count for term in (terms.ce_sum, terms.l1_sum, terms.bce_sum))
         tau = terms.accepted.sum() / blocks.clamp(min=1)
         shown = (terms.where.unflatten(x) for x in (terms.valid, terms.weights, terms.alpha, terms.confidence))
@@ -367,7 +376,7 @@ class Drafter(nn.Module):
         layout: SequenceLayout | None = None,
         **batch: Tensor,
     ) -> DraftDenominators:
-        """What this batch adds to the step's denominators; costs no forward."""
+        """This batch's contribution to the step's denominators, computed without a forward pass."""
         layout = layout or self.lay_out(input_ids, labels, **batch)
         where = self.locate(anchors, layout, input_ids.shape)
         slots = slots_of(where, layout, input_ids, labels, self.block_size)
@@ -439,11 +448,15 @@ class Drafter(nn.Module):
         )
 
     def main_x(self, entering: Tensor) -> Tensor:
-        """[T, target layers * d] of the backbone -> [T, d], what all stages make their context keys from."""
+        """The backbone's streams at the target layers [T, target layers * d] -> [T, d], the input from which every
+        stage computes its context keys.
+        """
         return self.mtp[0].main_norm(self.mtp[0].main_proj(entering))
 
     def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
-        """Where the anchors of rows [B, S] stand in the layout."""
+        """The anchors of rows [B, S] as indices into the layout. Raises ValueError for anchors of a wrong shape, and
+        for an anchor without a real token before it.
+        """
         rows, length = shape
         wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
         if not (anchors.dim() == 2 and len(anchors) == rows or anchors.dim() == 1 and rows == 1):
@@ -469,9 +482,9 @@ class Drafter(nn.Module):
     def _blocks(
         self, main_x: Tensor, where: Anchors, layout: SequenceLayout, first: Tensor
     ) -> tuple[Tensor, list[Routing]]:
-        """The stages over the context main_x [T, d]: hidden [N, B, d] and their routings. first int64 [N]: the anchor
-        tokens. Without any anchor one block runs all the same, and is dropped: no rank may miss the exchanges of expert
-        inputs, nor those of the backward.
+        """Run all stages with the context main_x [T, d]: hidden [N, B, d] and the stages' routings. first int64 [N]:
+        the anchor tokens. A batch without anchors runs one block and drops its result, because every rank must take
+        part in the exchange of expert inputs, forward and backward.
         """
         context_keys = [stage.attn.window_keys(main_x, layout.phasors) for stage in self.mtp]
         if len(first):
@@ -481,7 +494,7 @@ class Drafter(nn.Module):
         return hidden[:0], [routing.none() for routing in routings]
 
     def draft_layout(self, where: Anchors, layout: SequenceLayout) -> DraftLayout:
-        """The drafts of a layout's anchors; places are token indices."""
+        """The `DraftLayout` of the anchors `where`; its places are indices of the layout's tokens."""
         window = self.config.text.sliding_window
         index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=where.last.device)
         hidden = index < layout.document_start.index_select(0, where.last)[:, None]
@@ -489,12 +502,12 @@ class Drafter(nn.Module):
         return DraftLayout(index.clamp(min=0), hidden, self.phasors(position))
 
     def phasors(self, anchors: Tensor) -> Tensor:
-        """complex64 [N*B, rope/2] of blocks at positions int64 [N]."""
+        """RoPE factors complex64 [N*B, rope/2] of the drafts of blocks that begin at positions int64 [N]."""
         positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
         return rotations(positions.flatten(), self.frequencies)
 
     def run(self, first: Tensor, layout: DraftLayout, context_keys: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
-        """All stages, each with its context keys [M, D] -> hidden [N, B, d] and the routings of the N*B drafts."""
+        """Run all stages, each with its context keys [M, D]. Returns hidden [N, B, d] and each stage's routing."""
         noise = torch.full((len(first), self.block_size), self.config.text.dspark_noise_token_id, device=first.device)
         noise[:, 0] = first
         with torch.no_grad():
@@ -510,13 +523,17 @@ class Drafter(nn.Module):
             return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
 
     def remember(self, entering: Tensor, step: Step) -> None:
-        """Add the context keys of a step's tokens to the cache; entering [T, target layers * d] of these."""
+        """Add the context keys of a step's T tokens to the cache. entering [T, target layers * d]: the backbone's
+        streams of these tokens at the target layers.
+        """
         main_x, layers = self.main_x(entering), self.config.text.num_hidden_layers
         for number, stage in enumerate(self.mtp):
             step.layer(layers + number).keep(stage.attn.window_keys(main_x, step.layout.phasors))
 
     def recall(self, first: Tensor, cache: Cache, rows: Sequence[int]) -> Tensor:
-        """Hidden [N, B, d] of drafts behind the tokens first int64 [N], which follow what cache rows hold."""
+        """Run the drafter on cached context keys: hidden [N, B, d]. first int64 [N]: the anchor token of each cache
+        row, which follows the tokens in the cache.
+        """
         window, layers = self.config.text.sliding_window, self.config.text.num_hidden_layers
         device, kind = first.device, first.device.type
         anchors = torch.tensor([cache.sequence(row).length for row in rows])
@@ -542,9 +559,9 @@ class Drafter(nn.Module):
 
 
 class Slots(NamedTuple):
-    """The slots of N blocks, all [N, B]: at int64, token index of the token before each (behind the document: of its
-    last token), where the backbone's state predicts the same; before int64, that token; target int64, -100 for none;
-    valid bool: this slot and all before it have a target; weights fp32.
+    """The slots of N blocks; every field is [N, B]. at int64: index of the token before the slot, where the backbone
+    predicts the same token (after the document's end: index of its last token); before int64: that token's id; target
+    int64: the token to predict, -100 for none; valid bool: this slot and all before it have a target; weights fp32.
     """
 
     before: Tensor
@@ -555,7 +572,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(where: Anchors, layout: SequenceLayout, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
-    """What the slots of a batch are supervised; costs no forward. labels int64 [B, S], not shifted."""
+    """Targets and weights of a batch's slots, computed without a forward pass. labels int64 [B, S], not shifted."""
     ids, wanted = layout.flatten(input_ids), layout.flatten(labels)
     at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
     document = layout.document.index_select(0, where.last)
@@ -576,7 +593,7 @@ def attend_in_chunks(
 ) -> Tensor:
     """Attention of drafts q [N*B, H, D] over their context keys and their block's keys [N*B, D] -> [N*B, H, D].
 
-    Blocks gather their context, so many at a time that scores stay small; the backward gathers again.
+    Context keys are gathered for a chunk of blocks at a time, to bound memory; the backward gathers them again.
     """
     blocks, window = layout.places.shape
     size, heads, dim = len(keys) // blocks, *q.shape[1:]
@@ -586,7 +603,7 @@ def attend_in_chunks(
 
     def attend(q: Tensor, keys: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
         near = context.index_select(0, places.flatten()).view(*places.shape, dim)
-        hidden = F.pad(hidden, (0, size))  # the block's own keys are seen by all of it
+        hidden = F.pad(hidden, (0, size))  # every draft sees all keys of its own block
         return gathered_attention(q, torch.cat([near, keys], dim=1), hidden, sink, scale)
 
     for at in range(0, blocks, step):
@@ -598,21 +615,23 @@ def attend_in_chunks(
 
 
 def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float) -> Tensor:
-    """The reference: block after block, only the keys that it sees, by `dense_attention`, whose `entries` these are."""
+    """The reference for `attend_in_chunks`: one block at a time, with `dense_attention` over the keys that the block
+    sees, given as its `entries`.
+    """
     found = []
     for places, hidden, own_q, own in zip(
         layout.places, layout.hidden, *(x.chunk(len(layout.places)) for x in (q, keys)), strict=True
     ):
         seen = torch.cat([context[places[~hidden]], own])
         every = torch.arange(len(seen), device=q.device).expand(len(own), -1)
-        nothing = torch.full((len(own),), len(own), device=q.device)  # no window: the first visible key is behind all
+        nothing = torch.full((len(own),), len(own), device=q.device)  # no window: it starts after the last key
         found.append(dense_attention(own_q, own, nothing, seen, every, sink, scale)[0])
     return torch.cat(found)
 
 
 def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
-    """A freshly initialised drafter for a backbone, on its device and in its precision. Raises ValueError that lists
-    what its configuration lacks for one.
+    """A newly initialised drafter for a backbone, with the backbone's device and precision. Raises a ValueError that
+    lists what the configuration lacks for a drafter.
     """
     drafter, text = allocate_drafter(backbone), backbone.config.text
     if backbone.embed.weight.device.type != "meta":
@@ -621,7 +640,7 @@ def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
 
 
 def allocate_drafter(backbone: DeepseekV41) -> Drafter:
-    """A drafter whose parameters are allocated where the backbone is, but not yet written."""
+    """A drafter with uninitialised parameters, on the backbone's device."""
     problems = [f"text_config.{problem}" for problem in drafter_problems(backbone.config.text)]
     if problems:
         raise ValueError("this configuration describes no drafter:\n  " + "\n  ".join(problems))
@@ -637,14 +656,14 @@ def allocate_drafter(backbone: DeepseekV41) -> Drafter:
 def load_drafter(folder: str | Path, backbone: DeepseekV41) -> Drafter:
     """The drafter of a checkpoint folder (`mtp.*`, quantised, bf16 or fp32), for the backbone that was loaded from it.
 
-    Raises FileNotFoundError for a missing file; ValueError for a folder without a drafter or of another backbone, and
-    one that lists every tensor that is missing, extra, mis-shaped or mis-typed.
+    Raises FileNotFoundError for a missing file; ValueError for a folder that holds no drafter or belongs to another
+    backbone, and a ValueError listing every tensor that is missing, unexpected, or has a wrong shape or dtype.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
     if not any(name.startswith("mtp.") for name in read_headers(folder)):
         raise ValueError(f"{folder} holds no drafter: no tensor of it is called mtp.*")
-    # an export spells out the rows of the Engram tables, which follow from the rest
+    # an export also writes the number of Engram rows, which is derived from other keys and not compared
     if len({replace(text, engram_num_embeddings=()) for text in (config.text, backbone.config.text)}) > 1:
         raise ValueError(f"{folder / 'config.json'}: text_config is not that of the backbone given for the drafter")
     drafter = allocate_drafter(backbone)

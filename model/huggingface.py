@@ -70,7 +70,7 @@ class _Section(PreTrainedConfig):
 class DeepseekV41TextConfig(_Section):
     model_type = f"{MODEL_TYPE}_text"
     base_config_key = "text_config"
-    __init__ = _Section.__init__  # or transformers makes one of its own
+    __init__ = _Section.__init__  # transformers would otherwise generate another constructor for the subclass
 
 
 class DeepseekV41VisionConfig(_Section):
@@ -80,16 +80,16 @@ class DeepseekV41VisionConfig(_Section):
 
 
 class DeepseekV41Config(PreTrainedConfig):
-    """config.json in the released shape (see `ModelConfig`, which checks it: ValueError lists every problem).
+    """config.json with the released keys. `ModelConfig` checks them; its ValueError lists every problem.
 
-    `text_config` and `vision_config` hold the released keys as attributes; `to_model_config` is what the model is built
-    from. Keys that are neither released nor transformers' own are carried along.
+    `text_config` and `vision_config` hold the released keys as attributes; `to_model_config` returns the `ModelConfig`
+    that the model is built from. Keys that neither the release nor transformers defines are kept and written back.
     """
 
     model_type = MODEL_TYPE
     sub_configs = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}
     keys_to_ignore_at_inference = ["hidden_states"]
-    auto_map: ClassVar[dict[str, str]] = {}  # there is no code in the folder; TRL asks for it
+    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads this attribute; it is empty because the folder holds no code
 
     def __init__(self, text_config: Any = None, vision_config: Any = None, **rest: Any):
         sections = {"text_config": text_config, "vision_config": vision_config}
@@ -120,7 +120,9 @@ class DeepseekV41Config(PreTrainedConfig):
 
 @dataclass
 class DeepseekV41Output(ModelOutput):
-    """loss 0-d; logits fp32 [B, S or logits_to_keep, V]; hidden_states: streams [B, S, n, d] entering each block."""
+    """loss: 0-d. logits: fp32 [B, S or logits_to_keep, V]. hidden_states: the streams [B, S, n, d] that enter each
+    block.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -129,28 +131,28 @@ class DeepseekV41Output(ModelOutput):
 
 @dataclass
 class DeepseekV41HiddenStates(ModelOutput):
-    """last_hidden_state [B, S, d]: after the final norm, for the head."""
+    """last_hidden_state [B, S, d]: the output of the final norm, which the head takes as input."""
 
     last_hidden_state: Tensor | None = None
 
 
 class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
-    """The V4.1 model behind transformers' interface; `model` is the `DeepseekV41` itself.
+    """The V4.1 model behind transformers' interface; the attribute `model` is the wrapped `DeepseekV41`.
 
-    A model with Engram layers needs its tokenizer (token ids are compressed by their text): `from_pretrained` finds it
-    in the folder, a new model is given one.
+    A model with Engram layers needs its tokenizer, because Engram maps token ids with the same normalised text to one
+    id. `from_pretrained` finds the tokenizer in the folder; a new model is given it as an argument.
 
     Attributes:
-        training_losses: what is trained in training mode. "full": beside the loss that is asked for also the indexers'
-            loss and the balance loss (weights: `model.loss_weights`), and after every step of an optimizer that holds
-            the model's parameters its router biases follow the load of the whole step, over all processes. "lm": only
-            the loss that is asked for; indexers and router biases stay.
-        router_bias_rate: step of the router biases.
+        training_losses: what is trained in training mode. "full": besides the trainer's own loss also the indexers'
+            loss and the balance loss (weights: `model.loss_weights`). After every step of an optimizer that holds the
+            model's parameters, the router biases are adjusted by the expert load of the whole step, over all processes.
+            "lm": only the trainer's own loss; indexers and router biases do not change.
+        router_bias_rate: how far a router bias moves in one step.
 
-    The added losses are means over a micro-batch. With labels they are weighed by its share of the step's targets, as
-    `num_items_in_batch` tells, so that micro-batches and processes add up. Without (trainers that compute their loss
-    from logits or hidden states) they reach the gradient only, not the loss that is reported, and count one over the
-    number of forward passes that the step before had.
+    The added losses are means over a micro-batch. With labels, they are weighted by the micro-batch's share of the
+    step's targets (`num_items_in_batch`), so that micro-batches and processes add up. Without labels (trainers that
+    compute their loss from logits or hidden states), the added losses enter the gradient but not the reported loss, and
+    are divided by the number of forward passes of the previous step.
     """
 
     config_class = DeepseekV41Config
@@ -158,7 +160,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
-    # Names of an adapter that was trained on the bare model, for peft.
+    # For peft: renames the weights of an adapter that was trained on the bare `DeepseekV41`.
     _checkpoint_conversion_mapping = {r"^(?!model\.)": "model."}
 
     def __init__(
@@ -175,8 +177,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self.training_losses: Literal["full", "lm"] = "full"
         self.router_bias_rate = 1e-3
         self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens of each expert since the last step
-        self._passes, self._passes_of_step = 0, 1  # forward passes since the last step, and of the last step
-        self.companions: dict[str, bytes] = {}  # small files of the folder that it came from, written back with it
+        self._passes, self._passes_of_step = 0, 1  # forward passes since the last step, and in the last step
+        self.companions: dict[str, bytes] = {}  # small files (tokenizer etc.) of the loaded folder, saved again
         if tokenizer is not None:
             backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
             self.companions["tokenizer.json"] = backend.to_str(pretty=True).encode()
@@ -203,10 +205,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> DeepseekV41ForCausalLM:
         """A model in evaluation mode from a folder in the released layout, or from the hub.
 
-        dtype: of the matrices; None or "auto" is what the folder holds (quantised weights become bf16). device_map:
-        one device, also as {"": device} or "auto". training_losses: see the class. config: in place of the folder's,
-        with the same sizes. Raises what `model.load_pretrained` raises, and TypeError for an option that has no meaning
-        here.
+        dtype: dtype of the matrices; None or "auto" keeps the folder's (quantised weights become bf16). device_map:
+        one device, also written as {"": device} or "auto". training_losses: see the class. config: used in place of the
+        folder's, which must describe the same model (else ValueError). Also raises what `model.load_pretrained` raises,
+        and TypeError for an option that this model does not support.
         """
         folder = _local(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
@@ -236,11 +238,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         variant: str | None = None,
         **_: Any,
     ) -> None:
-        """Write the folder in the released layout: weights, config.json and the small files it came with.
+        """Write a folder in the released layout: weights, config.json, and the small files of the folder that the model
+        was loaded from.
 
-        format="released" quantises as the released checkpoint is. Files of the folder that are not rewritten stay, a
-        tokenizer's too. Weights appear once they are complete. Raises ValueError for what is not supported here, and
-        for a model that holds an adapter.
+        format="released" quantises the weights as in the released checkpoint. Other files that are already in the
+        folder stay, also those of a tokenizer. New weights are moved into the folder only when all are written. Raises
+        ValueError for an option that this model does not support, and for a model that holds an adapter.
         """
         if push_to_hub or variant:
             raise ValueError("save_pretrained: push_to_hub and variant are not supported for this model")
@@ -284,12 +287,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         **others: Any,
     ) -> DeepseekV41Output | tuple:
-        """Inputs as for `DeepseekV41.forward`; padding may stand left or right.
+        """Inputs as for `DeepseekV41.forward`; padding may be on the left or on the right.
 
-        labels int64 [B, S] are not shifted, -100 is ignored. The loss is a mean over targets, or their sum divided by
-        `num_items_in_batch` (targets of all micro-batches of a step, which then add up); in training mode
-        `training_losses` may add to it. position_ids that begin at 0 several times in a row layout documents.
-        decoding: see there. use_cache has no effect: a forward pass of whole sequences keeps nothing.
+        labels int64 [B, S] are not shifted; -100 is ignored. The loss is the mean over targets, or, with
+        `num_items_in_batch` (the number of targets in all micro-batches of a step), the sum over targets divided by it,
+        so that micro-batches add up. In training mode, `training_losses` may add further losses. position_ids that
+        restart at 0 within a row mark packed documents. decoding: the cache of a `generate` call, see `Decoding`.
+        use_cache has no effect: a forward pass over whole sequences keeps no cache.
         """
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
@@ -314,14 +318,15 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def base_model(self) -> Backbone:  # type: ignore[override]
-        """The model without its head, as trainers call it that have a head of their own (TRL's)."""
+        """The model without its head, for trainers that compute the logits themselves (TRL's)."""
         return Backbone(self)
 
     # Training
 
     def _trains_fully(self) -> bool:
-        """Whether this pass is one of training by the whole method. Raises ValueError under a trainer that does what
-        the model would not notice."""
+        """Whether this pass trains with `training_losses="full"`. Raises ValueError under a trainer whose settings this
+        model would silently ignore (NEFTune noise) or cannot train with in full (DeepSpeed, FSDP).
+        """
         if not (self.training and torch.is_grad_enabled()):
             return False
         if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
@@ -345,7 +350,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int,
         keep_streams: bool,
     ) -> DeepseekV41Output:
-        """Logits, and with labels the loss with what `training_losses` adds."""
+        """Logits and, with labels, the loss including the losses that `training_losses` adds."""
         layout, trace, added = self._pass(batch, images, labels, keep_streams)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if keep_streams else None
         logits = self.model.head(trace.hidden)
@@ -363,8 +368,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     def _pass(
         self, batch: dict[str, Any], images: dict[str, Any], labels: Tensor | None, keep_streams: bool = False
     ) -> tuple[SequenceLayout, BackboneOutput, Tensor]:
-        """A pass of training: the layout, what the backbone gave, and the weighted losses that are added, 0-d. Indexers
-        learn from the supervised tokens; without labels from all.
+        """One training forward: the layout, the backbone's output, and the 0-d weighted sum of the added losses.
+        Indexers learn from the supervised tokens, or from all tokens if there are no labels.
         """
         model, types = self.model, batch["vision_token_types"]
         layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
@@ -391,8 +396,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        """What follows a step of the model's optimizer: router biases move against the load, where routers are trained.
-        All processes call it.
+        """After an optimizer step: lower the biases of overloaded experts and raise the others, in layers whose router
+        is trained. All processes must call it together.
         """
         load, self._load = self._load, None
         self._passes, self._passes_of_step = 0, max(1, self._passes)
@@ -404,7 +409,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             gate = layer.ffn.gate
             if gate.weight.requires_grad:
                 for bias, tokens in zip((gate.bias, gate.bias_vl), counts, strict=True):
-                    # The rule of the optimizer package: sign(mean - load), in whole numbers.
+                    # As in optim/balance.py: sign(mean load - load), computed exactly in integers.
                     bias += self.router_bias_rate * torch.sign(tokens.sum() - tokens * len(tokens)).to(bias.dtype)
 
     def prepare_inputs_for_generation(
@@ -419,8 +424,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         decoding: Decoding | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """Always the whole sequences: `decoding` knows which of their tokens are new. What is generated is text.
-        Without `decoding` every step passes all of them again.
+        """The arguments of the next forward pass. They always hold the whole sequences: `decoding` knows which tokens
+        are new; without `decoding` every step passes all tokens again. Only text is generated.
         """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]
@@ -457,14 +462,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = value
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
-        """The embeddings, if their number stays. Raises ValueError for another number."""
+        """The embedding, unchanged. Raises ValueError if `new_num_tokens` differs from the size of the vocabulary."""
         if new_num_tokens not in (None, self.config.text_config.vocab_size):
             raise ValueError("the vocabulary of this model cannot be resized; Engram tables and head belong to it")
         return self.model.embed
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Activation checkpointing of every block, which `gradient_checkpointing_enable` switches on."""
+        """Whether every block is recomputed in the backward pass; `gradient_checkpointing_enable` switches it on."""
         return self.model.runtime.recompute
 
     @gradient_checkpointing.setter
@@ -473,7 +478,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class Backbone:
-    """The model of a `DeepseekV41ForCausalLM` without its head; for everything else it stands for the `DeepseekV41`."""
+    """A `DeepseekV41ForCausalLM` without its head: calling it returns hidden states. All other attributes are those of
+    the wrapped `DeepseekV41`.
+    """
 
     def __init__(self, owner: DeepseekV41ForCausalLM):
         self._owner = owner
@@ -492,7 +499,7 @@ class Backbone:
         vision_token_types: Tensor | None = None,
         **others: Any,
     ) -> DeepseekV41HiddenStates:
-        """Inputs as for `DeepseekV41ForCausalLM.forward`, whose training it takes part in."""
+        """Inputs as for `DeepseekV41ForCausalLM.forward`. In training mode the added losses enter the gradient."""
         owner, model = self._owner, self._owner.model
         batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
@@ -507,7 +514,7 @@ class Backbone:
 
 
 class _AddToGradient(torch.autograd.Function):
-    """The first argument as it is; whatever is computed from it, the second's gradient is added to the backward."""
+    """Returns `passed` unchanged; in the backward `added` gets a gradient of one, as if it were part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, added: Tensor) -> Tensor:
@@ -519,11 +526,11 @@ class _AddToGradient(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
-_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = weakref.WeakSet()  # models that have had a pass of training
+_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = weakref.WeakSet()  # models that have run a training forward
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """transformers takes callbacks only from those who write a training script; this follows every optimizer's step."""
+    """Runs after the step of any optimizer, because a model cannot register a callback with transformers' trainers."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in list(_TRAINED):
         if any(id(p) in held for p in model.parameters()):
@@ -534,9 +541,9 @@ register_optimizer_step_post_hook(_after_any_step)
 
 
 class Decoding:
-    """A packed cache over the sequences of one `generate` call, and the tokens that it holds of each.
+    """The packed cache of the sequences of one `generate` call, and the token ids of each sequence that it holds.
 
-    If a sequence's past is another one than before (a beam was replaced), the cache is built anew.
+    If the past of a sequence has changed since the last call (beam search replaced it), the cache is rebuilt.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -547,7 +554,9 @@ class Decoding:
 
     @torch.no_grad()
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Logits fp32 [B, 1, V] behind the last tokens of input_ids [B, S]."""
+        """Logits fp32 [B, 1, V] for the token after each row of input_ids [B, S]. Raises ValueError for a token id
+        outside the vocabulary and for a row that is all padding.
+        """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
         size = self.model.config.text.vocab_size
@@ -567,7 +576,7 @@ class Decoding:
         return self.model.head(hidden).unsqueeze(1)
 
     def _advance(self, new: list[list[int]]) -> Tensor:
-        """Pass the new tokens of every row; the hidden state [B, d] of each one's last."""
+        """Run the model on the new tokens of every row. Returns the hidden state [B, d] of each row's last token."""
         share = max(1, PREFILL_TOKENS // len(new))
         last: dict[int, Tensor] = {}
         for start in range(0, max(map(len, new)), share):
@@ -578,7 +587,7 @@ class Decoding:
         return torch.stack([last[i] for i in range(len(new))])
 
     def _pass(self, step: Step) -> Tensor:
-        """One pass of all layers: the hidden state [B, d] of every row's last token."""
+        """Run all layers on one step. Returns the hidden state [B, d] of every row's last token."""
         model = self.model
         layers = range(model.config.text.num_hidden_layers)
         state = model.init_streams(model.embed(step.ids))
@@ -589,7 +598,7 @@ class Decoding:
         return model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
 
 
-# What transformers passes along, that changes nothing here.
+# Options that transformers passes along and that have no effect on this model.
 _IGNORED = {
     "_from_auto",
     "adapter_kwargs",
@@ -605,7 +614,9 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolde
 
 
 def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
-    """The folder of a checkpoint, fetched from the hub if there is no folder of that name. Takes hub options out."""
+    """The folder of a checkpoint, downloaded from the hub if there is no folder of that name. Removes the hub's options
+    from `options`.
+    """
     hub = {key: options.pop(key) for key in _HUB if key in options}
     options = {key: value for key, value in hub.items() if value not in (None, "")}
     if not Path(name).is_dir():
@@ -617,7 +628,7 @@ def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
 
 
 def _bytes(size: int | str) -> int:
-    """Bytes from an integer or a string such as "5GB"."""
+    """A number of bytes, from an integer or a string such as "5GB". Raises ValueError for any other string."""
     if isinstance(size, int):
         return size
     if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):
@@ -664,7 +675,7 @@ def _batch(
     vision_token_types: Tensor | None,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    """The inputs of the model's own passes. Raises ValueError for one of `others` that it does not have."""
+    """The inputs of `DeepseekV41`. Raises ValueError if `others` holds an argument that this model does not support."""
     for name in ("inputs_embeds", "past_key_values", "cache", "output_router_logits", "shift_labels"):
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name}: not supported; give whole sequences as input_ids, and labels")
@@ -675,7 +686,9 @@ def _batch(
 
 
 def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """seq_lens int64 [B, documents] that position_ids imply; None if each row is one document, as a mask says."""
+    """The document lengths int64 [B, documents] that position_ids imply, or None if each row is one document. Raises
+    ValueError if position_ids do not count every document from 0, or disagree with attention_mask.
+    """
     if attention_mask is not None:
         expected = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         if bool(((position_ids != expected) & attention_mask.bool()).any()):
@@ -692,14 +705,16 @@ def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | 
 
 
 def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: released names (what a folder's safetensors hold) become the model's own."""
+    """A hook before `load_state_dict`: renames tensors from the released names, as in the safetensors files, to the
+    names of this model's state dict.
+    """
     if prefix or not any(name in state for name in ("embed.weight", "head.weight")):
         return
     for name, tensor in own_state({name: state.pop(name) for name in list(state)}).items():
         state[f"model.{name}"] = tensor
 
 
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DeepseekV41ForCausalLM"  # Trainer's label smoothing shifts for these
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DeepseekV41ForCausalLM"  # for Trainer's label smoothing
 AutoConfig.register(MODEL_TYPE, DeepseekV41Config, exist_ok=True)
 AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
 AutoTokenizer.register(DeepseekV41Config, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

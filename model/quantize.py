@@ -2,8 +2,8 @@
 storage in a cache (`KV_*`), and the packed storage of quantised weights (`pack`, `unpack`; which weight has which
 packing is in released.py).
 
-The three formats of the V4.1 report. They are part of the forward pass (they move the top-k), so training applies
-them too:
+The attention state uses the three formats of the V4.1 report. Rounding changes which entries the indexer selects, so
+training applies it too:
   FP8 window KV   groups of 32, UE8M0 scale, E4M3 values
   MXFP4 indexer   groups of 32, UE8M0 scale, E2M1 values
   FP4 main KV     groups of 16, E4M3 scale, E2M1 values, no global scale
@@ -77,7 +77,9 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 def _fp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded fp32 values [..., groups, size] and their scales [..., groups, 1]; so for the other formats."""
+    """The rounded fp32 values [..., groups, size] and their scales [..., groups, 1]; the other `_parts` functions
+    return the same for their formats.
+    """
     groups = _groups(x, 32)
     scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) / E4M3_MAX)
     return (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float(), scale
@@ -97,8 +99,8 @@ def _fp4_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), ties to the even mantissa, clipped at 6.
-    fp32.
+    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives) of every element of an fp32 tensor, ties
+    to the even mantissa, clipped at 6.
     """
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = x.abs()
@@ -122,13 +124,14 @@ def _groups(x: Tensor, size: int) -> Tensor:
 
 
 def _join(values: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """values * scale (in place) without the groups, in the shape of `like`."""
+    """values * scale (computed in place), with the groups joined again to the shape of `like`."""
     return values.mul_(scale).flatten(-2)[..., : like.shape[-1]].reshape(like.shape)
 
 
 class KVFormat(NamedTuple):
-    """One kind of attention state: its fake quantiser, and its packed storage, bit for bit what that gives. `size`
-    values share a scale. Codes of four bits hold two values a byte, the even one in the low nibble.
+    """The format of one kind of attention state: its fake quantiser, and its packed storage, which reproduces the fake
+    quantiser's values bit for bit. `size` values share a scale. Four-bit codes hold two values a byte, the even channel
+    in the low nibble.
     """
 
     fake_quant: Callable[[Tensor], Tensor]
@@ -138,11 +141,11 @@ class KVFormat(NamedTuple):
     scale: torch.dtype
 
     def widths(self, width: int) -> tuple[int, int]:
-        """Elements of a row's codes and scales."""
+        """(elements of the codes, elements of the scales) of a row with `width` values."""
         return (-(-width // 2) if self.codes == torch.uint8 else width), -(-width // self.size)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, width], rounded or not yet -> (codes, scales)."""
+        """x [N, width], before or after fake quantisation -> (codes, scales)."""
         values, scale = self.parts(x.float())
         values = values.flatten(-2)[..., : x.shape[-1]]
         if self.codes == torch.uint8:
@@ -152,7 +155,7 @@ class KVFormat(NamedTuple):
         return codes, scale.squeeze(-1).to(self.scale)
 
     def unpack(self, codes: Tensor, scale: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The values [..., width] that [..., codes] and [..., scales] stand for."""
+        """The values [..., width] that the codes and scales of `pack` represent."""
         values = _split_nibbles(codes) if self.codes == torch.uint8 else codes.float()
         scale = scale.float()
         if width % self.size:
@@ -168,8 +171,8 @@ KV_MAIN = KVFormat(fake_quant_fp4, _fp4_parts, 16, torch.uint8, torch.float8_e4m
 
 
 def main_kv_format(kv_quant: bool) -> KVFormat | None:
-    """How the main KV is rounded, by the fake quantiser in training and by its storage in a cache; None: it is not.
-    Decided here alone, so that generation cannot disagree with training.
+    """The format of the main KV, or None if it is not quantised. Training (fake quantiser) and the cache (packed
+    storage) both ask this function, so that they cannot disagree.
     """
     return KV_MAIN if kv_quant else None
 
@@ -194,7 +197,7 @@ class Packing:
         return rows, columns // 2
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the scales of a [rows, columns] matrix."""
+        """Shape of the scales of a [rows, columns] matrix: one for each tile."""
         return -(-rows // self.tile_rows), -(-columns // 32)
 
 
@@ -207,10 +210,10 @@ def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[
     """Quantise a finite [rows, columns] matrix: (codes, scale float8_e8m0fnu).
 
     A tile's scale is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), amax not below 1e-4 and
-    6 * 2^-126: the rule of the fake quantisers above. `kept` are scales the matrix was stored with before: a tile that
-    they hold without any loss keeps its scale, and so its bytes. The rule alone would not give them back: where
-    rounding has shrunk amax to just half of the range, it finds the half scale for the same values; and a scale may
-    have come from another rule.
+    6 * 2^-126, as in the fake quantisers above. `kept`: the scales with which the matrix was stored before. A tile that
+    its old scale represents without loss keeps it, so that unchanged weights are written with unchanged bytes. The rule
+    alone does not ensure that: where rounding has lowered amax to half of the range, it chooses half the scale for the
+    same values, and the old scale may come from another rule.
     """
     limit, floor = (E2M1_MAX, E2M1_MAX * 2.0**-126) if packing.codes == torch.int8 else (E4M3_MAX, 1e-4)
     tiles = _tiles(matrix.float(), packing.tile_rows)
@@ -225,8 +228,8 @@ def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[
 
 
 def unpack(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
-    """The fp32 matrix [rows, columns] that codes and scale stand for; exact, as codes have at most four significant
-    bits.
+    """The fp32 matrix [rows, columns] that codes and scale represent. It is exact, because codes have at most four
+    significant bits and scales are powers of two.
     """
     values = _split_nibbles(codes) if packing.codes == torch.int8 else codes.float()
     tiles = _tiles(values, packing.tile_rows) * scale.float()[:, None, :, None]
@@ -241,7 +244,7 @@ def _tiles(matrix: Tensor, tile_rows: int) -> Tensor:
 
 
 def _round(x: Tensor, packing: Packing) -> Tensor:
-    """The nearest representable values, in fp32; signs of zeros stay."""
+    """The nearest values that the codes can represent, in fp32; zeros keep their signs."""
     if packing.codes == torch.int8:
         return round_e2m1(x)
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
@@ -249,7 +252,7 @@ def _round(x: Tensor, packing: Packing) -> Tensor:
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _STEPS = Constant(_LEVELS[1:], torch.float32)
-# What a nibble stands for, and what the two of every byte do: one look-up a byte, since a cache reads much of this.
+# The value of each nibble, and the two values of each byte: one table look-up a byte, since decoding reads many bytes.
 _NIBBLES = (*_LEVELS, *(-level for level in _LEVELS))
 _PAIRS = Constant([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)], torch.float32)
 

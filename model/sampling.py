@@ -1,4 +1,5 @@
-"""Tokens from logits: draws that depend only on a seed and a position, and which of a drafter's proposals are kept.
+"""Sampling tokens from logits, with random numbers that depend only on a seed and a position; and the acceptance rule
+of speculative decoding.
 
 Shapes: B sequences, V vocabulary, n drafts of a sequence.
 """
@@ -10,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # purposes of numbers beside the one that a token is drawn with
+DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # values of `uniform`'s purpose; 0 draws a token from the model itself
 
 
 def uniform(seed: int, position: int, purpose: int = 0) -> float:
-    """The number in [0, 1) for drawing a sequence's token at `position`: a hash (splitmix64) of seed and position.
-    Other purposes give other numbers.
+    """The random number in [0, 1) for a sequence's token at `position`: a hash (splitmix64) of seed and position. Each
+    `purpose` has its own independent numbers.
     """
     start = _mixed(seed)
     if purpose:
@@ -34,8 +35,8 @@ def _mixed(x: int) -> int:
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens int64 [B] and their log-probabilities fp64 [B].
 
-    logits fp32 [B, V]; temperature [B] (0 = greedy), top_p [B], u fp64 [B] in [0, 1): each row's place in its
-    cumulative distribution. Raises FloatingPointError if a row is no distribution.
+    logits fp32 [B, V]; temperature [B] (0 = greedy); top_p [B]; u fp64 [B] in [0, 1), a uniform random number for each
+    row, at which its cumulative distribution is inverted. Raises FloatingPointError for NaN or infinite logits.
     """
     log_p = log_distribution(logits, temperature, top_p)
     drawn = _at(log_p.exp(), u.to(logits.device, torch.float64))
@@ -44,7 +45,9 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
 
 
 def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """fp64 [B, V] that tokens are drawn from; of greedy rows that of temperature 1. As for `draw`."""
+    """The log-probabilities fp64 [B, V] that tokens are drawn from; for greedy rows those at temperature 1. Arguments
+    and errors as for `draw`.
+    """
     temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
     greedy = temperature == 0
     log_p = (logits.double() / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
@@ -56,7 +59,7 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
     if bool((top_p < 1).any()):
         ranked = log_p.sort(-1, descending=True)
         p = ranked.values.exp()
-        behind = p.cumsum(-1) - p >= top_p[:, None]  # enough without this one; never the first
+        behind = p.cumsum(-1) - p >= top_p[:, None]  # likelier tokens already reach top_p
         behind[:, 0] = False
         cut = torch.zeros_like(behind).scatter(1, ranked.indices, behind) & ~greedy[:, None]
         log_p = log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
@@ -64,7 +67,7 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
 
 
 def _at(weights: Tensor, u: Tensor) -> Tensor:
-    """int64 [B]: where u fp64 [B] in [0, 1) falls among weights fp64 [B, V] that need not sum to 1."""
+    """int64 [B]: the index that u fp64 [B] in [0, 1) selects, with probability proportional to weights fp64 [B, V]."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = (u[:, None] * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
@@ -81,16 +84,17 @@ def verify(
     seeds: Sequence[int],
     places: Sequence[int],
 ) -> list[tuple[list[int], list[float]]]:
-    """Of every sequence the tokens that it goes on with, and their log-probabilities: its drafts up to the first that
-    is rejected, then one token of the model's own.
+    """For every sequence, the accepted tokens and their log-probabilities: its drafts up to the first rejected one,
+    then one token from the model itself.
 
-    A draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), p being what the model would draw from;
-    in the place of a rejected one comes a token from max(p - q, 0), normalised. So every token has the distribution p
-    (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Greedy: a draft is accepted if it is the
-    likeliest token.
+    A draft x drawn from the drafter's distribution q is accepted with probability min(1, p(x) / q(x)), where p is the
+    model's distribution. A rejected draft is replaced by a token drawn from max(p - q, 0), normalised. Every token then
+    has the distribution p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). In greedy rows a draft
+    is accepted if it is the model's likeliest token.
 
-    logits fp32 [sum of n + 1, V]: behind each sequence's last token and each of its n drafts, counts: n. drafts int64
-    [B, at least n], draft_logits fp32 of these. temperature, top_p [B] as for `draw`. places: of the next tokens.
+    logits fp32 [sum of (n + 1), V]: the model's logits after each sequence's last token and after each of its n drafts;
+    counts: n of each sequence; drafts int64 [B, at least n]; draft_logits fp32 [B, at least n, V]: the logits that the
+    drafts were drawn from; temperature, top_p [B] as for `draw`; places: position of each sequence's next token.
     """
     device, most = logits.device, max(counts)
     number, slot = torch.tensor(counts), torch.arange(most + 1)
@@ -99,7 +103,8 @@ def verify(
     log_p, best = log_distribution(logits, temperature[owner], top_p[owner]), logits.argmax(-1)
     greedy, passed = (temperature == 0).to(device), (slot[:-1] < number[:, None]).to(device)
     drafts = drafts[:, :most]
-    row = (start[:, None] + slot.to(device)).clamp(max=len(logits) - 1)  # of each draft; behind them: anything
+    # the row of logits for each draft, and for the token after them; arbitrary at padding
+    row = (start[:, None] + slot.to(device)).clamp(max=len(logits) - 1)
     log_q = log_distribution(
         draft_logits[:, :most].flatten(0, 1), *(x.repeat_interleave(most) for x in (temperature, top_p))
     )
@@ -113,7 +118,7 @@ def verify(
     weights = log_p[last].exp()
     at = accepted.clamp(max=max(most - 1, 0))
     left = (weights - log_q[torch.arange(len(counts), device=device), at].exp()).clamp(min=0) if most else weights
-    # nothing is left where p is q but for rounding
+    # nothing is left if p equals q up to rounding: then draw from p
     weights = torch.where((rejected & left.any(1))[:, None], left, weights)
     own, replaced = (_numbers(seeds, places, most + 1, purpose).to(device) for purpose in (0, REPLACED))
     u = torch.where(rejected[:, None], replaced, own).gather(1, accepted[:, None]).squeeze(1)
@@ -125,7 +130,7 @@ def verify(
 
 
 def _numbers(seeds: Sequence[int], places: Sequence[int], count: int, purpose: int) -> Tensor:
-    """fp64 [B, count]: `uniform` of each sequence's next places."""
+    """fp64 [B, count]: `uniform` at each sequence's next `count` positions."""
     rows = [
         [uniform(seed, place + n, purpose) for n in range(count)] for seed, place in zip(seeds, places, strict=True)
     ]

@@ -34,7 +34,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """SwiGLU; w1 makes gate and up in one product."""
+    """SwiGLU; w1 computes the gate and the up projection in one matrix product."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -71,7 +71,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches of a batch of images -> pixel-unshuffled features, image after image."""
+    """Patches of a batch of images -> features after pixel-unshuffle, the images one after another."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -83,7 +83,8 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: Tensor, grids: Tensor) -> Tensor:
         """pixel_values [sum P, 3, p, p], grids int64 [images, 2] (h, w) -> [sum ceil(h/s)*ceil(w/s), s*s*c].
 
-        Images of one grid run as one batch; none attends to another. Raises ValueError when patches and grids disagree.
+        Images with the same grid run as one batch; no image attends to another. Raises ValueError when the number of
+        patches is not the one that the grids imply.
         """
         sizes = [(int(h), int(w)) for h, w in grids.tolist()]
         counts = [h * w for h, w in sizes]
@@ -127,15 +128,15 @@ def _angles(size: tuple[int, int], config: VisionConfig, device: torch.device) -
 
 
 def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
-    """x [images, P, heads, head]: channel i turns with channel i + head/2."""
+    """RoPE of x [images, P, heads, head dim]: channels i and i + head/2 are rotated as a pair."""
     cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def _unshuffle(x: Tensor, size: tuple[int, int], s: int) -> Tensor:
-    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is filled up with zeros on the right and
-    below.
+    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is padded with zeros on the right and at the
+    bottom.
     """
     h, w = size
     grid = F.pad(x.unflatten(1, (h, w)).permute(0, 3, 1, 2), (0, -w % s, 0, -h % s))

@@ -1,7 +1,7 @@
 """The paged cache of many sequences, and the index of prefixes that they share.
 
-Entries lie in pages of `page_tokens` tokens that sequences own: a sequence wastes less than a page, a page is a whole
-number of candidate blocks, and no group is open at its end.
+Compressed entries are stored in pages of `page_tokens` tokens. A sequence wastes less than one page. A page holds a
+whole number of the indexer's candidate blocks, and no compression group crosses the end of a page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from model.config import TextConfig
 from model.quantize import KV_INDEX, KV_WINDOW, main_kv_format
 from model.rope import inverse_frequencies
 
-PAGE_TOKENS = 64  # at least; rounded up to whole candidate blocks of every ratio
+PAGE_TOKENS = 64  # minimum; rounded up to whole candidate blocks of every compression ratio
 
 
 @dataclass
 class CachedSequence:
-    """One sequence: tokens passed, its pages, the first positions that the window rings of encoder and decoder have
-    seen, and (token id, is image) of its last tokens.
+    """One sequence: the number of tokens processed, its pages, the first position stored in the window rings of the
+    encoder and of the decoder, and (token id, is image) of its last tokens.
     """
 
     length: int = 0
@@ -35,11 +35,11 @@ class CachedSequence:
 
 
 class Cache:
-    """State of many sequences. `open` gives a row number, `close` frees it for another sequence.
+    """The attention state of many sequences. `open` returns a row number for a new sequence; `close` frees the row.
 
-    kv_quant: main KV packed as FP4; False keeps it plain, for models run without `runtime.kv_quant`.
-    prefix_tokens: how many tokens of main KV and index keys are kept for other sequences that begin alike.
-    drafter_stages: of the drafter whose context keys are kept too.
+    kv_quant: store main KV packed as FP4; False stores it unquantised, for models run without `runtime.kv_quant`.
+    prefix_tokens: how many tokens of main KV and index keys to keep for later sequences with the same beginning.
+    drafter_stages: number of stages of a drafter whose context keys are cached too (0: no drafter).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Cache:
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
         self.open_gates = {n: Store(None, self.device) for n in self.open_values}
         self.rows: list[CachedSequence | None] = []
-        self.uses: list[int] = []  # of every page made: owners (sequences and the prefix index)
+        self.uses: list[int] = []  # for every page: how many sequences own it, plus one if it is in the prefix index
         self.free_pages: list[int] = []
         self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
         self.prefix_pages = prefix_tokens // self.page_tokens
@@ -71,11 +71,11 @@ class Cache:
 
     @property
     def pages(self) -> int:
-        """Pages made so far."""
+        """Number of pages allocated so far."""
         return len(self.uses)
 
     def open(self) -> int:
-        """A row for a new sequence."""
+        """Returns an empty row for a new sequence."""
         if None not in self.rows:
             self.rows.append(None)
         row = self.rows.index(None)
@@ -94,8 +94,8 @@ class Cache:
         self.rows[row] = None
 
     def copy_of_row(self, row: int) -> int:
-        """A row for a sequence that begins with all that another has passed. Full pages are shared, the last one, the
-        windows and the open groups are copied.
+        """Returns a new row with the same state as `row`. Full pages are shared; a partly filled last page, the window
+        rings and the open groups are copied.
         """
         new, state = self.open(), self.sequence(row)
         copy = self.rows[new] = _row(vars(state))
@@ -113,13 +113,13 @@ class Cache:
         return new
 
     def reserve(self, row: int, length: int) -> None:
-        """Give a row the pages that `length` tokens need."""
+        """Make sure that a row owns enough pages for `length` tokens."""
         pages = self.sequence(row).pages
         while len(pages) * self.page_tokens < length:
             pages.append(self._new_page())
 
     def trim(self, row: int) -> None:
-        """Take the pages from a row that its tokens do not need."""
+        """Free the pages of a row that its tokens do not need."""
         state = self.sequence(row)
         while (len(state.pages) - 1) * self.page_tokens >= state.length:
             self._release(state.pages.pop())
@@ -139,8 +139,8 @@ class Cache:
             self.free_pages.append(page)
 
     def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """Offer a row's whole pages, filled by `tokens`, to sequences that begin alike. What a sequence computed after
-        a hit of its own is not exact and is not offered.
+        """Add a row's full pages, computed from `tokens`, to the prefix index. Pages that a sequence computed after it
+        reused a prefix itself are not exact and are not added.
         """
         state, size = self.sequence(row), self.page_tokens
         if not self.prefix_pages or state.window_from:
@@ -157,11 +157,12 @@ class Cache:
             self._release(self.prefixes.pop(next(iter(self.prefixes))))
 
     def reuse_prefix(self, row: int, prompt: Sequence[int]) -> int:
-        """Start a new row with what is kept for the beginning of its prompt; how many tokens need no pass.
+        """Start a new row with the longest cached prefix of its prompt. Returns s, the number of tokens that the model
+        need not process.
 
-        Only main KV and index keys are kept, so the last `sliding_window` tokens of the hit are passed again (SWA
-        bounded replay, V4.1 report): from the position s that is returned on, window keys before s do not exist, and
-        entries from s on are the row's own. (s is moved down to a whole compression group, if need be.)
+        Only main KV and index keys are cached for prefixes, so the last `sliding_window` tokens of the match are
+        processed again (SWA bounded replay, V4.1 report). The row has no window keys before position s, and computes
+        its own entries from s on. s is rounded down to a whole compression group.
         """
         state, size = self.sequence(row), self.page_tokens
         hit = self._touch(prompt[:-1])
@@ -177,7 +178,9 @@ class Cache:
         return start
 
     def _touch(self, tokens: Sequence[int]) -> list[int]:
-        """The kept pages that `tokens` begin with; they become the youngest, the first page last."""
+        """The cached pages that hold the beginning of `tokens`. They become the most recently used, the first page
+        most of all.
+        """
         keys, before, size = [], -1, self.page_tokens
         for at in range(0, len(tokens) - size + 1, size):
             key = (before, *tokens[at : at + size])
@@ -191,7 +194,7 @@ class Cache:
         return pages
 
     def drop_prefixes(self) -> None:
-        """Forget what is kept for other sequences, for example because the weights have changed."""
+        """Empty the prefix index, for example because the weights have changed."""
         for page in self.prefixes.values():
             self._release(page)
         self.prefixes.clear()
@@ -207,12 +210,12 @@ class Cache:
         return copy
 
     def stores(self) -> dict[str, Store]:
-        """Every store under the name it is saved by."""
+        """Every store, by the name that `state_dict` uses for it."""
         kinds = ("main", "index", "window", "open_values", "open_gates")
         return {f"{kind}.{layer}": store for kind in kinds for layer, store in getattr(self, kind).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain containers, copies of what the cache holds now."""
+        """A copy of the whole cache as tensors and plain containers."""
         rows = [row and vars(_row(vars(row))) for row in self.rows]
         tensors = {name: [t.clone() for t in store.tensors] for name, store in self.stores().items()}
         widths = {name: store.width for name, store in self.stores().items()}
@@ -226,7 +229,7 @@ class Cache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Replace the content of the cache by what `state_dict` returned."""
         self.rows = [row and _row(row) for row in state["rows"]]
         self.uses, self.free_pages = list(state["uses"]), list(state["free_pages"])
         self.prefixes = {tuple(key): page for key, page in state["prefixes"]}
@@ -235,10 +238,10 @@ class Cache:
             store.width = state["widths"][name]
 
     def entry_bytes(self) -> int:
-        """Bytes of the storage that grows with the context: main KV and index keys, of all pages made."""
+        """Bytes of main KV and index keys in all allocated pages: the storage that grows with the context."""
         return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
 
 
 def _row(state: dict[str, Any]) -> CachedSequence:
-    """A copy of its own."""
+    """A `CachedSequence` made from the fields of another one, with copies of its lists."""
     return CachedSequence(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})

@@ -1,8 +1,8 @@
-"""One pass over new tokens of cached sequences, and a layer's view of it.
+"""One forward pass over new tokens of cached sequences, and a layer's view of it.
 
-A `Step` lays the new tokens out; `LayerCache` is all that attention sees of it and of the cache. A tentative step
-passes tokens of which some may turn out to be wrong: what is kept of it is decided at its end, and the rest is as if it
-had never been passed.
+A `Step` lays out the new tokens; attention reads and writes the cache through `LayerCache` only. A tentative step
+processes tokens of which some may be rejected afterwards, such as a drafter's proposals: `Step.commit` says which ones
+are kept, and leaves the cache as if the others had never been processed.
 
 Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, Di index head dim, K top-k, T' keys on
 the window axis.
@@ -26,10 +26,11 @@ from model.rope import rotations
 
 
 class WindowAxis(NamedTuple):
-    """A key axis of T' tokens: of every sequence, what its window remembers, then its new tokens.
+    """An axis of T' window keys: for every sequence, the earlier keys in its window ring, then its new tokens.
 
-    source int64 [T']: row of (ring rows of the step's sequences, new tokens); place int64 [T]: where the new tokens
-    lie; start int64 [T']: first token in the window of each.
+    source int64 [T']: where each key comes from, as a row of the concatenation of the sequences' ring rows [B * W] and
+    the new tokens [T]; place int64 [T]: where each new token is on the axis; start int64 [T']: for each key, taken as a
+    query, the first key in its window.
     """
 
     source: Tensor
@@ -37,7 +38,7 @@ class WindowAxis(NamedTuple):
     start: Tensor
 
     def spread(self, x: Tensor, fill: int) -> Tensor:
-        """[T, ...] of the new tokens -> [T', ...]."""
+        """Values [T, ...] of the new tokens -> [T', ...], with `fill` at the earlier keys."""
         if len(self.source) == len(self.place):
             return x
         return x.new_full((len(self.source), *x.shape[1:]), fill).index_copy(0, self.place, x)
@@ -45,8 +46,8 @@ class WindowAxis(NamedTuple):
 
 @dataclass
 class Span:
-    """A sequence's part of a step: `past` tokens went before, the last of them in `history`; the window begins at
-    `window_from` at the earliest.
+    """A sequence's part of a step. `past` tokens were processed before, the last of which are in `history`. No window
+    key exists before position `window_from`.
     """
 
     row: int
@@ -57,7 +58,7 @@ class Span:
     history: list[tuple[int, bool]]
 
     def cut(self, begin: int, end: int, window_from: int, back: int) -> Span:
-        """Tokens begin..end of the span."""
+        """The span of tokens begin to end - 1 alone; `back` is the number of tokens in its history."""
         history = (self.history + list(zip(self.tokens, self.image, strict=True))[:begin])[-back:]
         cut = slice(begin, end)
         return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
@@ -67,7 +68,9 @@ Made = TypeVar("Made")
 
 
 def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Made]:
-    """A method of a step that is called once for each compression ratio: the layers of one ratio share the result."""
+    """Decorator: computes a method of `Step` once for each compression ratio, since all layers of one ratio share the
+    result.
+    """
 
     @wraps(make)
     def cached(step: Step, ratio: int) -> Made:
@@ -80,10 +83,12 @@ def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Mad
 
 
 class Step:
-    """One pass over new tokens. `layout` holds the new tokens only, a document for each sequence, with positions and
-    visible entries that count what is cached. A step in which every sequence has one token decodes: each query brings
-    its own keys, and has a range of slots of its own. So does a tentative step, of few tokens a sequence (no more than
-    the window), but that its queries share their sequence's slots.
+    """One forward pass over new tokens. `layout` holds the new tokens only, one document for each sequence; its
+    positions and visible entries include the cached tokens.
+
+    A step with one token for every sequence is a decoding step: the W window keys and the K selected entries are
+    gathered for each query, and each query has its own range of entry slots. A tentative step (at most W tokens a
+    sequence) works in the same way, except that the queries of a sequence share its slots.
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span], tentative: bool = False):
@@ -119,7 +124,7 @@ class Step:
         images: Sequence[list[bool]] | None = None,
         tentative: bool = False,
     ) -> Step:
-        """`tokens[i]` follow what row `rows[i]` holds; `images[i]` marks its image positions."""
+        """The step in which `tokens[i]` follow the cached tokens of row `rows[i]`; `images[i]` marks image tokens."""
         spans = []
         for i, row in enumerate(rows):
             state = cache.sequence(row)
@@ -129,14 +134,14 @@ class Step:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether the decoder's part of this step differs, in its tokens or in the window they see."""
+        """Whether the decoder's layers process other tokens in this step than the encoder's, or see another window."""
         cache, window = self.cache, self.config.sliding_window
         pairs = [(span, cache.sequence(span.row).decoder_from) for span in self.spans]
         return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
 
     def split(self) -> tuple[StepPart | None, StepPart | None]:
-        """For the decoder: the tokens before each row's `decoder_from` and those from it on; None where there are
-        none.
+        """For the decoder's layers: a part with the tokens before each row's `decoder_from`, and a part with the tokens
+        from there on. A part without tokens is None.
         """
         early, late = [], []
         back = self.config.engram_max_ngram_size - 1
@@ -166,7 +171,7 @@ class Step:
             document=self.on_device(self.document),
             document_start=start,
             document_lengths=self.on_device(self.host_count),
-            window_start=start,  # neither is used: see `WindowAxis`
+            window_start=start,  # not used in a step: `WindowAxis` says what the window is
             decoder_window_start=start,
             position=position,
             image=self._image(),
@@ -180,8 +185,9 @@ class Step:
         return self.on_device(torch.tensor(flags)) if any(flags) else None
 
     def _entries(self, ratio: int) -> Entries:
-        """Of the new entries: members in (open group of each sequence, new tokens) and phasors; of the queries: what
-        they see in a layout where sequence b has the slots of its pages from b * own on.
+        """The entries of one compression ratio. For the new entries: their phasors, and their members as rows of the
+        concatenation of open groups [B * r] and new tokens [T]. For the queries: the range of slots they see, where
+        the pages of sequence b occupy the slots from b * own on.
         """
         own = self.pages.shape[1] * self.cache.page_tokens // ratio
         owner, number = self._new_entries(ratio)
@@ -203,7 +209,7 @@ class Step:
         )
 
     def _new_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(sequence of the step, number in it) of every entry that this step completes."""
+        """For every entry that this step completes: (index of its sequence in the step, number of the entry in it)."""
         closing = (self.position + 1) % ratio == 0
         return self.document[closing], self.position[closing] // ratio
 
@@ -212,7 +218,9 @@ class Step:
 
     @cached_property
     def engram_axis(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """(tokens, start of each one's sequence, image or None, place of the new tokens) with the history in front."""
+        """The history of each sequence followed by its new tokens: (token ids, for each the place where its sequence
+        starts, image flags or None if there are none, places of the new tokens).
+        """
         ids: list[int] = []
         image: list[bool] = []
         start: list[int] = []
@@ -228,7 +236,7 @@ class Step:
         return tokens, starts, masked, places
 
     def engram_rows(self, layer: int, token_map: Tensor) -> Tensor:
-        """Rows int64 [T, G] of Engram layer `layer` (a backbone layer id) for the new tokens."""
+        """Table rows int64 [T, G] that Engram layer `layer` (a backbone layer id) looks up for the new tokens."""
         config = self.config
         ids, start, masked, place = self.engram_axis
         number = config.engram_layer_ids.index(layer)
@@ -236,8 +244,8 @@ class Step:
         return found.index_select(0, place)
 
     def commit(self, kept: Sequence[int] | None = None) -> None:
-        """Count the step's tokens as passed, of a tentative one the first `kept[i]` of each sequence; every layer has
-        stored its part by then.
+        """Count the step's tokens as processed; in a tentative step only the first `kept[i]` of sequence i. Call it
+        after all layers have run.
         """
         if kept is not None:
             self.host_kept = torch.tensor(kept)
@@ -252,7 +260,7 @@ class Step:
                 self.cache.trim(span.row)
 
     def when_kept(self, write: Callable[[], None]) -> None:
-        """Do what depends on which tokens are kept: now, or at the end of a tentative step."""
+        """Call `write`, which needs to know which tokens are kept: now, or in `commit` for a tentative step."""
         if self.tentative:
             self._later.append(write)
         else:
@@ -267,7 +275,7 @@ class Step:
 
     @cached_property
     def ring_writes(self) -> tuple[Tensor, Tensor]:
-        """(new tokens that the ring keeps, their places): the last W of each sequence."""
+        """(new tokens to store in the rings, their places in the rings): the last W kept tokens of each sequence."""
         window = self.config.sliding_window
         end = self.host_kept[self.document]
         kept = ((self.offset < end) & (self.offset >= end - window)).nonzero().flatten()
@@ -276,15 +284,15 @@ class Step:
 
     @cached_property
     def ring_hidden(self) -> Tensor:
-        """bool [B, W]: ring places that hold nothing of the sequence's window, after this step's token."""
+        """bool [B, W]: places of a ring that hold no key of the window, once this step's token has been added."""
         window = self.config.sliding_window
         age = (self.position[:, None] - torch.arange(window)) % window
         return self.on_device(self.position[:, None] - age < self.window_from[:, None])
 
     @cached_property
     def windows(self) -> tuple[Tensor, Tensor]:
-        """For queries that bring their keys: (int64 [T, W], row of (ring rows of the step's sequences, new tokens);
-        bool [T, W]: nothing of the query's window there).
+        """The W window keys of each query of a tentative step. int64 [T, W]: the key as a row of the concatenation of
+        ring rows [B * W] and new tokens [T]; bool [T, W]: true where the window has no key.
         """
         window = self.config.sliding_window
         position = self.position[:, None] - torch.arange(window - 1, -1, -1)
@@ -296,7 +304,7 @@ class Step:
     @cached_property
     def axis(self) -> WindowAxis:
         window, sequences = self.config.sliding_window, len(self.spans)
-        kept = (self.host_past - self.window_from).clamp(max=window - 1)  # past keys that some query sees
+        kept = (self.host_past - self.window_from).clamp(max=window - 1)  # number of earlier keys that some query sees
         total = kept + self.host_count
         start = total.cumsum(0) - total
         owner = torch.repeat_interleave(torch.arange(sequences), total)
@@ -315,8 +323,8 @@ class Step:
 
     @once_a_ratio
     def open_writes(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(new tokens that stay in open groups, their places). A token's place is its number in its group; tokens of
-        complete groups are never read.
+        """(new tokens in groups that stay open, their places). A token's place is its number in its group; what the
+        store still holds of complete groups is never read.
         """
         end = (self.host_past + self.host_kept)[self.document]
         kept = ((self.position < end) & (self.position >= end // ratio * ratio)).nonzero().flatten()
@@ -325,7 +333,7 @@ class Step:
 
     @once_a_ratio
     def dropped_entries(self, ratio: int) -> Tensor:
-        """int64: those of the new entries that hold a token which is not kept."""
+        """int64: numbers of the new entries that were computed from a rejected token."""
         owner, number = self._new_entries(ratio)
         kept = (self.host_past + self.host_kept)[owner]
         return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())
@@ -344,7 +352,7 @@ class Step:
 
 
 class StepPart(NamedTuple):
-    """A step over some of another's tokens, and int64 which ones."""
+    """A step over some tokens of another step; `tokens` int64 says which ones."""
 
     step: Step
     tokens: Tensor
@@ -359,8 +367,8 @@ class LayerCache:
         self.ratio = step.config.ratio(layer) if layer < step.config.num_hidden_layers else 0
 
     def open_groups(self, values: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Put the open groups' values and gates [B * r, D] in front of those of the new tokens [T, D], and keep what
-        the new tokens leave open.
+        """Concatenate the cached values and gates of open groups [B * r, D] and those of the new tokens [T, D]. Stores
+        the new tokens of groups that stay open.
         """
         if self.ratio == 1:
             return values, gates
@@ -381,8 +389,9 @@ class LayerCache:
         return joined[0], joined[1]
 
     def entries(self, kv: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Store the new entries' main KV [N, D] (not rounded yet) and index keys [N, Di]. Returns all entries of the
-        step's sequences in the slots of `layout.entries`; no main KV when decoding.
+        """Store the new entries' main KV [N, D] (not rounded yet) and index keys [N, Di]. Returns main KV and index
+        keys of all entries of the step's sequences, in the slots of `layout.entries`. In a decoding step main KV is
+        None, since `selected` gathers the few entries that are needed.
         """
         size = self.cache.page_tokens // self.ratio
         places = self.step.entry_places(self.ratio)
@@ -396,13 +405,13 @@ class LayerCache:
         return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
 
     def _undo(self, store: Store, places: Tensor, before: tuple[Tensor, ...]) -> None:
-        """Put back what lay where entries were written that are not kept."""
+        """Restore the previous content of the places where entries from rejected tokens were written."""
         dropped = self.step.dropped_entries(self.ratio)
         parts = tuple(as_bytes(part).index_select(0, dropped).view(part.dtype) for part in before)
         store.put(places.index_select(0, dropped), parts)
 
     def selected(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Main KV [B, K, D] of the selected slots int32 [B, K]; anything where none is selected."""
+        """Main KV [B, K, D] of the selected slots int32 [B, K]; arbitrary values where the slot is -1."""
         step = self.step
         size = self.cache.page_tokens // self.ratio
         slot = topk_indices.clamp(min=0).long()
@@ -410,7 +419,9 @@ class LayerCache:
         return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
 
     def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Decoding: add the new tokens' [T, D] to the rings; all window keys [T, W, D] and which of them are hidden."""
+        """In a decoding step: add the new tokens' keys [T, D] to the rings. Returns the window keys of each query
+        [T, W, D], and bool [B, W] or [T, W]: which of them it must not see.
+        """
         step, ring = self.step, self._ring(window_kv)
         if step.tentative:
             source, hidden = step.windows
@@ -422,7 +433,7 @@ class LayerCache:
         return ring.read(step.ring_rows, window_kv.dtype), step.ring_hidden
 
     def window_axis(self, window_kv: Tensor) -> tuple[Tensor, WindowAxis]:
-        """Keys [T', D] on the step's window axis; the new tokens' [T, D] are added to the rings."""
+        """The keys [T', D] of the step's `WindowAxis`. Adds the new tokens' keys [T, D] to the rings."""
         axis, keys, ring = self.step.axis, window_kv, self._ring(window_kv)
         if len(axis.source) > len(axis.place):
             past = ring.read(self.step.ring_rows.flatten(), window_kv.dtype)

@@ -1,8 +1,8 @@
-"""Triton kernels beside the plain functions they replace: one file each, of the same name.
+"""Triton kernels, in files named after the model files whose plain functions they replace.
 
-`switch` says which of the two runs; nothing here imports Triton before a kernel is wanted. `launch` runs a kernel, or
-records what it would run; `table` compiles all of them for a GPU that need not be there. Each file imports only those
-before it:
+`switch` decides whether the kernel or the plain function runs; Triton is imported only when a kernel is needed.
+`launch` launches a kernel or, on meta tensors, records the launch; `table` compiles every kernel, also without a GPU.
+Each file imports only those before it:
 
     switch, launch
     rounding, sums

@@ -1,4 +1,4 @@
-"""Engram's gate in Triton: what a looked-up memory adds to the streams; see model/engram.py."""
+"""Engram's gate in Triton: adds the looked-up memory, gated, to the streams; see model/engram.py."""
 
 import torch
 import triton
@@ -11,9 +11,10 @@ COLUMNS = 1024  # of one tile of a token's streams
 
 
 def add_gated(streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | None, eps: float) -> Tensor:
-    """streams [T, n, d] with the value memory[:, n] added to each stream, gated by how the stream agrees with its key.
+    """streams [T, n, d] plus, in each stream, the value memory[:, n] times the stream's gate. The gate depends on the
+    normalised dot product of the stream and its key.
 
-    memory [T, n + 1, d]: n keys, then the value; weight fp32 [n, d]; image bool [T]: tokens whose gates are shut.
+    memory [T, n + 1, d]: n keys, then the value; weight fp32 [n, d]; image bool [T]: tokens whose gate is 0.
     """
     return _add_gated(streams.contiguous(), memory.contiguous(), weight, image, eps)
 
@@ -29,7 +30,7 @@ def _add_gated(streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | 
 def _add_gated_backward(
     grad: Tensor, streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of streams, memory and weight. The weight's is summed over tokens in a fixed order."""
+    """Gradients of streams, memory and weight. The weight's gradient is summed over tokens in a fixed order."""
     tokens, n, d = streams.shape
     d_streams, d_memory, d_weight = torch.empty_like(streams), torch.empty_like(memory), torch.empty_like(weight)
     d_dot = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
@@ -67,7 +68,7 @@ _add_gated.register_autograd(
 
 @triton.jit
 def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 [N_TILE, COLUMNS]: `count` of a token's STRIDE rows, from column `at` on; zero beyond."""
+    """A tile fp32 [N_TILE, COLUMNS]: the first `count` of a token's STRIDE rows, from column `at` on; zero outside."""
     number, column = tl.arange(0, N_TILE)[:, None], at + tl.arange(0, COLUMNS)[None, :]
     here = (number < count) & (column < DIM)
     return tl.load(rows + token * (STRIDE * DIM) + number * DIM + column, mask=here, other=0.0).to(tl.float32)
@@ -77,7 +78,7 @@ def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DI
 def _agreement(
     streams, memory, weight, token, eps, N: tl.constexpr, N_TILE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """[N_TILE] each: the normalised product of stream and key, and the inverse root mean squares of both."""
+    """The normalised dot products of streams and keys, and the inverse root mean squares of both; [N_TILE] each."""
     dot = tl.zeros([N_TILE], tl.float32)
     squares = tl.zeros([N_TILE], tl.float32)
     key_squares = tl.zeros([N_TILE], tl.float32)
@@ -93,7 +94,7 @@ def _agreement(
 
 @triton.jit
 def _gate(s, image, token, IMAGES: tl.constexpr):
-    """sigmoid(sign(s) * sqrt(|s|)), |s| at least 1e-6; 0 at an image."""
+    """The gate of agreement s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens."""
     sign = tl.where(s > 0, 1.0, tl.where(s < 0, -1.0, 0.0))
     gate = tl.sigmoid(sign * tl.sqrt(tl.maximum(tl.abs(s), 1e-6)))
     if IMAGES:
@@ -155,7 +156,7 @@ def _gate_backward_kernel(
         column = at + tl.arange(0, COLUMNS)
         value = tl.load(memory + (token * (N + 1) + N) * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
         by_value += tl.sum(_tile(grad, token, at, N, N_TILE, N, DIM, COLUMNS) * value[None, :], 1)
-    # a shut gate has gate * (1 - gate) = 0, and one whose |s| was lifted to 1e-6 does not depend on s
+    # a gate of 0 has gate * (1 - gate) = 0, and a gate whose |s| was raised to 1e-6 does not depend on s
     size = tl.abs(s)
     d_s = tl.where(size >= 1e-6, by_value * gate * (1 - gate) * 0.5 * tl.rsqrt(tl.maximum(size, 1e-6)), 0.0)
     product = d_s * norm * key_norm * (1.0 / tl.sqrt(DIM * 1.0))
@@ -190,7 +191,7 @@ def _weight_backward_kernel(
     TOKENS_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of one stream's weight: down all tokens."""
+    """The gradient of COLUMNS columns of one stream's weight, summed over all tokens."""
     program = tl.program_id(0).to(tl.int64)
     stream, column = program % N, program // N * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)

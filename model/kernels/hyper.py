@@ -1,9 +1,9 @@
-"""mHC in Triton: the coefficients with their Sinkhorn iterations, collapse and expand. See model/hyper.py for what they
-compute.
+"""mHC in Triton: the coefficients with their Sinkhorn iterations, collapse, and expand; see model/hyper.py for the
+formulas.
 
-The plain loops launch some 1,300 small operations a layer; here the coefficients are two kernels (three in the
-backward), collapse and expand one each. Tokens lie last in the coefficients' tiles, so that one thread holds the n x n
-numbers of a token and a Sinkhorn step stays in its registers.
+The plain loops launch some 1,300 small operations a layer. Here the coefficients take two kernels (three in the
+backward), collapse and expand one kernel each. The token axis is the last one of the coefficients' tiles, so that one
+thread holds all n x n numbers of a token and a Sinkhorn step needs only its registers.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-TOKENS = 128  # of one program of the coefficients: one a thread
-COLUMNS = 1024  # of one tile of collapse and expand
+TOKENS = 128  # tokens of one program of the coefficients' kernels, one for each thread
+COLUMNS = 1024  # columns of one tile of collapse and expand
 
 # The products run on tensor cores as three TF32 products each, whose error is about that of fp32; as plain fp32 they
 # would take longer than reading the streams.
@@ -26,7 +26,9 @@ PRECISION = tl.constexpr("tf32x3")
 def coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, hc_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """streams [T, n, d] and the parameters of a HyperConnection -> its pre [T, n], post [T, n], comb [T, n, n]."""
+    """The coefficients pre [T, n], post [T, n], comb [T, n, n] of a HyperConnection, from streams [T, n, d] and its
+    parameters fn, base, scale.
+    """
     return _coefficients(streams.contiguous(), fn, base, scale, iters, hc_eps, eps)[:3]
 
 
@@ -34,8 +36,8 @@ def coefficients(
 def _coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, hc_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also what the backward needs: mixes [(2+n)n, T], the root mean square's inverse [T], and the denominators of
-    every Sinkhorn step [2*iters - 1, n, T], by which the backward walks back from comb.
+    """The coefficients and what the backward needs: mixes [(2+n)n, T], the inverse root mean squares [T], and the
+    denominators of every Sinkhorn step [2*iters - 1, n, T], with which the backward inverts the steps from comb.
     """
     tokens, n, d = streams.shape
     rows = fn.shape[0]
@@ -136,7 +138,7 @@ _coefficients.register_autograd(_differentiate_coefficients, setup_context=_save
 
 
 def _tile(streams: Tensor) -> dict:
-    """Constants of collapse and expand: tiles of COLUMNS columns, of several tokens where a token has fewer."""
+    """Tile sizes of collapse and expand: COLUMNS columns of one token, or several tokens if the width is smaller."""
     _, n, d = streams.shape
     columns = min(COLUMNS, padded(d))
     return {
@@ -285,7 +287,9 @@ def _product_backward_kernel(
     TOKENS_TILE: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
 ):
-    """d_flat = d_product^T @ fn - along * flat and d_fn = d_product @ flat: a program walks down WIDTH_TILE columns."""
+    """d_flat = d_product^T @ fn - along * flat and d_fn = d_product @ flat. A program handles WIDTH_TILE columns of all
+    tokens.
+    """
     column = tl.program_id(0).to(tl.int64) * WIDTH_TILE + tl.arange(0, WIDTH_TILE)
     row = tl.arange(0, ROWS_TILE)
     inside, real = column < width, row < ROWS
@@ -311,7 +315,7 @@ def _product_backward_kernel(
 
 @triton.jit
 def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """(mixes, logits) [N_TILE, tokens] of the N rows from `first` on, with the scale of their part."""
+    """(mixes, logits) [N_TILE, tokens] of the N rows from `first` on; logits = mixes * scale + base."""
     row = tl.arange(0, N_TILE)[:, None]
     here = (row < N) & (token < tokens)[None, :]
     mix = tl.load(mixes + (first + row).to(tl.int64) * tokens + token[None, :], mask=here, other=0.0)
@@ -320,7 +324,7 @@ def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.
 
 @triton.jit
 def _softmax(mixes, base, scale, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """(mixes, softmax of the logits over the target axis) [source, target, tokens]; padding is zero."""
+    """(mixes, softmax of the logits over the target axis), each [source, target, tokens]; padding is zero."""
     source, target = tl.arange(0, N_TILE)[:, None, None], tl.arange(0, N_TILE)[None, :, None]
     row = 2 * N + source * N + target
     real = (source < N) & (target < N)
@@ -426,7 +430,7 @@ def _coefficients_backward_kernel(
             d_product + (part * N + row).to(tl.int64) * tokens + token[None, :], d_mix * scale_here[None, :], mask=here
         )
 
-    # comb: walk the Sinkhorn steps back; each state is the one after it times the step's denominators
+    # comb: invert the Sinkhorn steps from the last on; the state before a step is that after it times its denominators
     real = (stream < N)[:, None, None] & (stream < N)[None, :, None]
     here3 = real & known[None, None, :]
     pair = (stream[:, None] * N + stream[None, :])[:, :, None]
@@ -479,7 +483,9 @@ def _collapse_kernel(
 
 @triton.jit
 def _place(TOKENS_TILE: tl.constexpr, N_TILE: tl.constexpr):
-    """Tokens [TOKENS_TILE, 1, 1] int64, streams [1, N_TILE, 1], and a zero [1, 1, 1] to count columns from."""
+    """Indices for tiles [tokens, streams, columns]: tokens [TOKENS_TILE, 1, 1] int64, streams [1, N_TILE, 1], and the
+    first column as a zero [1, 1, 1].
+    """
     token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)[:, None, None]
     return token, tl.arange(0, N_TILE)[None, :, None], tl.zeros([1, 1, 1], tl.int32)
 

@@ -1,9 +1,9 @@
-"""The indexer in Triton: block peaks of the index scores, scores of chosen blocks, and the KL loss. See
-model/indexer.py for what they compute.
+"""The indexer in Triton: the best score of each block of entries, the scores of candidate blocks, and the KL loss; see
+model/indexer.py for the formulas.
 
-No score is written out but those of chosen blocks: a first pass keeps the best score of each block of entries, and the
-scores inside the blocks that matter are computed again. Score tiles are [entries, queries x heads], so that the sum
-over heads stays inside a thread, or nearly.
+Only the scores of candidate blocks are written to memory: a first pass keeps the best score of each block, and the
+scores inside the candidate blocks are then computed again. Score tiles are [entries, queries x heads], so that the sum
+over heads needs little or no communication between threads.
 """
 
 import torch
@@ -28,10 +28,11 @@ def block_peaks(
     own: bool,
     tie_break: float,
 ) -> Tensor:
-    """fp32 [C, blocks]: the best score of each block of `block` entries (a power of two), -inf where none is visible.
+    """fp32 [C, blocks]: the best score of each block of `block` entries (a power of two), -inf if no entry of the block
+    is visible.
 
-    q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Blocks count from slot
-    `low`, or with `own` from each query's own visible_from.
+    q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Block 0 begins at slot
+    `low` or, with `own`, at each query's visible_from.
     """
     queries, heads, dim = q.shape
     peaks = torch.empty(queries, blocks, dtype=torch.float32, device=q.device)
@@ -87,7 +88,7 @@ def candidate_scores(
 def indexer_loss(
     q: Tensor, weights: Tensor, keys: Tensor, topk_indices: Tensor, mass: Tensor, taught: Tensor
 ) -> Tensor:
-    """As model.indexer.indexer_loss, of the parts of a lesson."""
+    """As `model.indexer.indexer_loss`, whose inputs are given here one by one."""
     tensors = (q, weights, keys, topk_indices, mass, taught)
     need = torch.is_grad_enabled() and any(x.requires_grad for x in (q, weights, keys))
     return _loss(*(x.contiguous() for x in tensors), need, torch.are_deterministic_algorithms_enabled())[0]
@@ -104,7 +105,7 @@ def _loss(
     need: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and, if they are needed, its gradients of q, weights and keys, in one pass over the selected entries."""
+    """The loss and, if `need` is true, the gradients of q, weights and keys, in one pass over the selected entries."""
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     losses = torch.empty(tokens, dtype=torch.float32, device=q.device)
@@ -154,7 +155,7 @@ _loss.register_autograd(_differentiate_loss, setup_context=_save_loss)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Tile [len(place), DIM_TILE] of the rows at `place`, int64; zero where they are not seen."""
+    """A tile [len(place), DIM_TILE] of the rows at `place` (int64); zero where `seen` is false."""
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 
@@ -180,7 +181,7 @@ def _peaks_kernel(
     BLOCK: tl.constexpr,
     SLOTS_TILE: tl.constexpr,
 ):
-    """TOGETHER queries with all their heads against the entries that any of them sees."""
+    """The block peaks of TOGETHER queries, with all their heads, over the entries that any of these queries sees."""
     first = tl.program_id(0).to(tl.int64) * TOGETHER
     column = tl.arange(0, TOGETHER * HEADS_TILE)
     head = column % HEADS_TILE
@@ -195,7 +196,7 @@ def _peaks_kernel(
     base = tl.cast(low, tl.int64)
     if OWN:
         base = tl.load(visible_from + first)
-    # whole tiles, counted from the base, around what any of the queries sees
+    # whole tiles, counted from the base, that cover all entries that any of the queries sees
     seen_from = tl.maximum(tl.min(start) - base, 0) // SLOTS_TILE * SLOTS_TILE
     seen_to = tl.minimum(tl.max(tl.where(stop > start, stop, 0)) - base, blocks * BLOCK)
     BLOCKS_TILE: tl.constexpr = SLOTS_TILE // BLOCK
@@ -278,8 +279,9 @@ def _loss_kernel(
     NEED: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """One query: a pass for the student's denominator and the target's, another for loss and gradients. ATOMIC: d_keys
-    fp32 [N, Di] is added to. Otherwise it is [rows, K, Di], written for the tokens from `start`.
+    """One query: a first pass for the softmax denominators of student and target, a second for loss and gradients. With
+    ATOMIC, gradients of keys are added to d_keys fp32 [N, Di]; without, d_keys is [rows, K, Di], and the rows of the
+    tokens from `start` on are written.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program + start
@@ -289,8 +291,8 @@ def _loss_kernel(
     weight = tl.load(weights + row, mask=head < HEADS, other=0.0)[None, :]
     topk_indices += token * SELECTED
     mass += token * SELECTED
-    end = tl.where(tl.load(taught + token) != 0, SELECTED, 0)  # nothing is read for other queries
-    # sums run in each place of a tile, and over the places at the end
+    end = tl.where(tl.load(taught + token) != 0, SELECTED, 0)  # other queries read nothing
+    # each element of a tile has its own running sum; they are added up at the end
     top = tl.full([SLOTS_TILE], -3.0e38, tl.float32)
     total = tl.zeros([SLOTS_TILE], tl.float32)
     all_mass = tl.zeros([SLOTS_TILE], tl.float32)
@@ -308,7 +310,7 @@ def _loss_kernel(
     normaliser = highest + tl.log(tl.maximum(total, 1.0))  # below 1 only where nothing is selected
     all_mass = tl.sum(all_mass, 0)
     divisor = tl.maximum(all_mass, 1.1754943508222875e-38)
-    share = all_mass / divisor  # of the target: 1, or 0 where it has no mass at all
+    share = all_mass / divisor  # sum of the target: 1, or 0 if no entry has mass
     loss = tl.zeros([SLOTS_TILE], tl.float32)
     d_query = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
     d_weight = tl.zeros([HEADS_TILE], tl.float32)

@@ -1,6 +1,7 @@
 """Registers kernels as PyTorch operators, and launches or records them.
 
-Annotations in the files that define operators are real types, not strings: PyTorch reads the schema from them.
+The files that define operators have no `from __future__ import annotations`, because PyTorch reads the operators'
+schemas from the types.
 """
 
 import contextlib
@@ -18,10 +19,10 @@ COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: what is needed to compile it, and the work it does.
+    """One kernel launch: the arguments needed to compile it, and the work it does.
 
-    `flops` are multiply-adds times two of its matrix products; `bytes` is every tensor argument read or written once,
-    the least that memory has to move.
+    `flops`: two for each multiply-add of its matrix products. `bytes`: the size of all tensor arguments, the least that
+    must be moved between memory and chip.
     """
 
     kernel: Any
@@ -47,8 +48,8 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0.0, **keywords: Any) -> None:
-    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. On meta and fake
-    tensors nothing runs. An empty grid is no launch.
+    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. Nothing runs if the
+    tensors are meta or fake tensors, or if the grid is empty.
     """
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
@@ -61,7 +62,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0
         return
     if not math.prod(grid):
         return
-    if not tensors[0].is_cuda:  # the interpreter takes no options of the compiler
+    if not tensors[0].is_cuda:  # Triton's interpreter does not accept compile options
         keywords = {k: v for k, v in keywords.items() if k not in COMPILE_OPTIONS}
     kernel[grid](*arguments, **keywords)
 
@@ -82,5 +83,5 @@ def operator(name: str) -> Callable[[Callable], Any]:
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The power of two at or above `size`, and at least `least`: the width of a tile that holds it."""
+    """The width of a tile that holds `size` elements: the next power of two, at least `least`."""
     return max(least, 1 << max(0, size - 1).bit_length())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-ELEMENTS = 1024  # of one tile
+ELEMENTS = 1024  # elements of one tile
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ _swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _clamped(gate, up, place, here, limit):
-    """(clamped gate, its sigmoid, clamped up, whether gate and up were inside), fp32. NaN stays NaN."""
+    """(clamped gate, its sigmoid, clamped up, masks of gate and of up within the limits), fp32. NaN stays NaN."""
     g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
     u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)
     gate_inside, up_inside = g <= limit, tl.abs(u) <= limit

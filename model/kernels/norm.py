@@ -7,8 +7,8 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-ELEMENTS = 4096  # of one tile
-SUMMANDS = 256  # programs of the backward, each with a part of the weight's gradient
+ELEMENTS = 4096  # elements of one tile
+SUMMANDS = 256  # programs of the backward; each sums its rows' part of the weight's gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator("rms_norm")
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Also the inverse root mean squares fp32 [rows]."""
+    """The normalised rows, and their inverse root mean squares fp32 [rows] for the backward."""
     rows = x.numel() // weight.shape[0]
     out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     sizes = _sizes(weight)
@@ -86,7 +86,7 @@ def _norm_backward_kernel(
     DIM_TILE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
 ):
-    """`each` tiles of rows one after another."""
+    """A program goes through `each` tiles of rows and adds up their part of the weight's gradient."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_TILE)
     factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]

@@ -1,5 +1,5 @@
-"""Rotation and the rounding of the attention state in Triton, one pass over the rows: model/rope.py `rotate`, then one
-of the fake quantisers of model/quantize.py.
+"""RoPE and rounding of the attention state in one Triton kernel: `rotate` of model/rope.py, then one of the fake
+quantisers of model/quantize.py.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 from model.kernels.launch import launch, operator, padded
 from model.kernels.rounding import fake_round, narrow, widen
 
-ELEMENTS = 2048  # of one program's tile
+ELEMENTS = 2048  # elements of one program's tile
 
 
 def rotate(x: Tensor, phasors: Tensor | None, inverse: bool = False, rounding: str = "none") -> Tensor:
-    """Rotate the last channels of x [T, ..., D] by phasors complex64 [T, rope/2] (None: not at all), then round to
-    `rounding` (none, fp8, mxfp4, fp4). The gradient passes the rounding unchanged.
+    """Rotate the last channels of x [T, ..., D] by phasors complex64 [T, rope/2] (None: no rotation), then round to the
+    format `rounding` (none, fp8, mxfp4, fp4). The backward pass treats the rounding as the identity.
     """
     if phasors is not None:
         phasors = torch.view_as_real(phasors.resolve_conj())
@@ -24,7 +24,7 @@ def rotate(x: Tensor, phasors: Tensor | None, inverse: bool = False, rounding: s
 
 @operator("rotate_and_round")
 def _rotate(x: Tensor, phasors: Tensor | None, inverse: bool, rounding: str) -> Tensor:
-    """phasors fp32 [T, rope/2, 2]."""
+    """As `rotate`, with the phasors as real numbers fp32 [T, rope/2, 2]."""
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(x)

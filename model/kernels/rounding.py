@@ -1,7 +1,8 @@
 """Rounding to FP8 and FP4 inside kernels, bit for bit as model/quantize.py does it.
 
-Everything is done on the bits of fp32 numbers: casts to 8 bits are not to be had on every GPU, and Triton's interpreter
-rounds ties of casts wrongly, and subnormal bf16. Kernels that use these are compiled with `enable_fp_fusion=False`.
+All rounding works on the bits of fp32 numbers, because not every GPU has casts to 8 bits, and because the casts of
+Triton's interpreter round ties and subnormal bf16 values wrongly. Kernels that call these functions are compiled with
+`enable_fp_fusion=False`.
 """
 
 import triton
@@ -22,7 +23,7 @@ def with_sign(magnitude, x):
 
 @triton.jit
 def round_bits(x, DROPPED: tl.constexpr):
-    """fp32 rounded to the nearest even with DROPPED bits fewer of mantissa. NaN stays NaN."""
+    """fp32 x rounded to a mantissa that is DROPPED bits shorter, ties to even. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & (-(1 << DROPPED))
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -39,7 +40,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
-    """fp32 x as TYPE, rounded to the nearest even."""
+    """fp32 x as TYPE, rounded to nearest, ties to even."""
     if TYPE == tl.bfloat16:
         return (round_bits(x, 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -62,7 +63,7 @@ def round_e2m1(x):
     magnitude = tl.abs(x)
     magnitude = tl.where(magnitude > E2M1_MAX, E2M1_MAX, magnitude)
     step = tl.where(magnitude >= 4.0, 2.0, tl.where(magnitude >= 2.0, 1.0, 0.5))
-    whole = (tl.div_rn(magnitude, step) + 8388608.0) - 8388608.0  # 2^23: what is left of an fp32 there is an integer
+    whole = (tl.div_rn(magnitude, step) + 8388608.0) - 8388608.0  # adding 2^23 rounds to an integer
     return with_sign(whole * step, x)
 
 
@@ -75,7 +76,7 @@ def power_of_two_above(x):
 
 @triton.jit
 def fake_round(x, FORMAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x fp32 [ROWS, WIDTH], zero where nothing is -> what the fake quantiser of FORMAT (fp8, mxfp4 or fp4) gives."""
+    """x fp32 [ROWS, WIDTH], zero at padding -> the result of the fake quantiser of FORMAT (fp8, mxfp4 or fp4)."""
     SIZE: tl.constexpr = 16 if FORMAT == "fp4" else 32
     groups = tl.reshape(x, [ROWS, WIDTH // SIZE, SIZE])
     peak = tl.max(tl.abs(groups), 2)

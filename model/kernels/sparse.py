@@ -1,13 +1,13 @@
-"""Attention over a sliding window and selected entries in Triton. See model/sparse.py for what it computes.
+"""Attention over a sliding window and selected entries in Triton; see model/sparse.py for the formulas.
 
-A program takes one query with all its heads: the keys of its window and its selected entries are tiles of the same
-rows, gathered by number. Nothing is padded or copied, and the probabilities are recomputed in the backward.
+A program handles one query with all its heads, and loads tiles of window keys and of selected entries by their row
+numbers. Nothing is padded or copied, and the backward recomputes the probabilities.
 
-Backward: one kernel for the queries, one for blocks of window keys, which goes through the queries that see them, so
-that nothing is added up by several programs, and one for the entries. Each computes the probabilities for itself: all
-gradients in one kernel would need more registers than there are. An entry is selected by many queries: its gradient is
-summed by fp32 atomics, in no fixed order, or, where `torch.use_deterministic_algorithms` asks for it, written out for
-chunks of queries and summed in their order.
+The backward has three kernels: one for the queries; one for blocks of window keys, which goes through the queries that
+see them, so that only one program writes a gradient; and one for the entries. Each recomputes the probabilities,
+because one kernel for all gradients would need more registers than a GPU has. Many queries select the same entry: its
+gradient is summed with fp32 atomics, in no fixed order, or, under `torch.use_deterministic_algorithms`, written out for
+a chunk of queries at a time and summed in the order of the queries.
 """
 
 import torch
@@ -19,7 +19,7 @@ from model.kernels.launch import launch, operator, padded
 from model.kernels.sums import DETERMINISTIC_BYTES, add_in_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Bytes of a tile of keys, and at most of a query's heads.
+# Bytes of a tile of keys, and the most bytes of one query's heads.
 TILE_BYTES = 2**16
 
 
@@ -53,7 +53,7 @@ def _attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, mass fp32 [T, K], logarithm to base 2 of the softmax denominators fp32 [T, H])."""
+    """(output, attention mass on each entry fp32 [T, K], base-2 logarithm of the softmax denominators fp32 [T, H])."""
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     out, lse = torch.empty_like(q), torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -107,7 +107,7 @@ def _attention_backward(
         num_stages=1,
         flops=8.0 * tokens * heads * dim * (window + _keys_tile(q) - 1),
     )
-    d_entries = q.new_zeros(len(entries) + 1, dim, dtype=torch.float32)  # the last row is for places without an entry
+    d_entries = q.new_zeros(len(entries) + 1, dim, dtype=torch.float32)  # the last row is for empty selections
     step = max(1, DETERMINISTIC_BYTES // (4 * dim * max(1, selected))) if deterministic else tokens
     for start in range(0, tokens if selected else 0, step):
         rows = min(step, tokens - start)
@@ -128,13 +128,15 @@ def _attention_backward(
 
 
 def supports(q: Tensor) -> bool:
-    """Whether the heads of a query and their gradient fit into shared memory together: 64 heads of 512 in 16 bits."""
+    """Whether a query's heads and their gradient fit into shared memory together; 64 heads of dimension 512 do in 16
+    bits, but not in fp32.
+    """
     _, heads, dim = q.shape
     return padded(heads, 16) * padded(dim, 16) * q.element_size() <= TILE_BYTES
 
 
 def _sizes(q: Tensor, parts: int = 0) -> dict:
-    """Constants of the kernels. With `parts`, rows lie in that many tiles, but none has fewer than 16 channels."""
+    """Tile sizes of the kernels. With `parts`, each row is split into that many tiles of at least 16 channels."""
     _, heads, dim = q.shape
     tile = padded(dim, 16)
     parts = min(parts, tile // 16)
@@ -174,14 +176,14 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Tile [len(place), DIM_TILE] of the rows at `place`, int64; zero where they are not seen."""
+    """A tile [len(place), DIM_TILE] of the rows at `place` (int64); zero where `seen` is false."""
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 
 
 @triton.jit
 def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
-    """One past the last place of the row that holds an entry."""
+    """The number of places of a query's selection up to and including the last one that holds an entry."""
     place = tl.arange(0, SELECTED_TILE)
     index = tl.load(indices + place, mask=place < SELECTED, other=-1)
     return tl.max(tl.where(index >= 0, place + 1, 0), 0)
@@ -189,8 +191,8 @@ def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, scale):
-    """total + a @ b. The condition always holds: inside it the compiler does not see that one product goes into
-    another. If it did, it would have both groups of four warps compute whole tiles.
+    """total + a @ b. The condition always holds. It hides from the compiler that the result of one product is an
+    operand of another; otherwise the compiler would let both groups of four warps compute whole tiles.
     """
     if scale != 0:
         total = tl.dot(a, b, acc=total, input_precision="ieee")
@@ -199,7 +201,7 @@ def _product(a, b, total, scale):
 
 @triton.jit
 def _attend(q, keys, seen, top, total, part, scale):
-    """One tile of keys added to the running softmax: (largest exponent, denominator, sum of keys)."""
+    """The running softmax after another tile of keys: (largest exponent, denominator, weighted sum of keys)."""
     score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
     score = tl.where(seen[None, :], score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
@@ -253,7 +255,7 @@ def _forward_kernel(
     shift = top + tl.log2(total)
     tl.store(lse + row, shift, mask=head < HEADS)
     if SELECTED:
-        # the probabilities need the whole denominator: the selected entries once more, from the cache
+        # the mass needs the final denominator, so the selected entries are read again, now from the GPU's cache
         for at in range(0, last, KEYS_TILE):
             index = tl.load(topk_indices + at + number, mask=at + number < SELECTED, other=-1)
             keys = _load_rows(entries, index.to(tl.int64), index >= 0, DIM, DIM_TILE)
@@ -289,8 +291,8 @@ def _query_backward_kernel(
     SELECTED: tl.constexpr,
     SELECTED_TILE: tl.constexpr,
 ):
-    """The gradient of one query and its part of the sink's; delta, which the softmax gradient subtracts, for the other
-    two.
+    """The gradient of one query and its part of the sink's gradient. Also writes delta, which the softmax gradient
+    subtracts, for the other two kernels.
     """
     token = tl.program_id(0).to(tl.int64)
     head, number = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE)
@@ -332,7 +334,7 @@ def _add_query_gradient(total, query, grad, keys, seen, shift, inner, scale):
 
 @triton.jit
 def _add_key_gradient(total, query, grad, keys, seen, shift, inner, scale):
-    """Tiles are [keys, heads]; seen [keys]."""
+    """Add one query's part of the gradient of a tile of keys to `total`. Tiles are [keys, heads]; seen [keys]."""
     empty = tl.zeros([keys.shape[0], query.shape[0]], tl.float32)
     score = _product(keys, tl.trans(query), empty, scale) * (scale * LOG2E)
     p = tl.where(seen[:, None], tl.exp2(score - shift[None, :]), 0.0)
@@ -363,11 +365,11 @@ def _entry_backward_kernel(
     SELECTED_TILE: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """The gradients that one query gives its entries.
+    """One query's part of the gradients of its selected entries.
 
-    ATOMIC: d_entries fp32 [N + 1, D] is added to; its last row, `none`, takes what belongs to no entry. Otherwise it is
-    [rows, K, D], written for the tokens from `start`. Rows lie in PARTS tiles [., PART], so that the results, which
-    have to be rearranged in shared memory, leave room for the rest.
+    With ATOMIC, it is added to d_entries fp32 [N + 1, D], whose last row, number `none`, takes the gradient of empty
+    selections. Without, d_entries is [rows, K, D], and the rows of the tokens from `start` on are written. Rows are
+    split into PARTS tiles [., PART], because results are rearranged in shared memory and whole rows would not fit.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program + start
@@ -395,7 +397,7 @@ def _entry_backward_kernel(
             channel = part * PART + tl.arange(0, PART)[None, :]
             if ATOMIC:
                 target = d_entries + tl.where(seen, index, none)[:, None] * DIM + channel
-                if PART * PARTS == DIM:  # without conditions, for which there are no registers
+                if PART * PARTS == DIM:  # without masks, which would need more registers
                     tl.atomic_add(target, total, sem="relaxed")
                 else:
                     tl.atomic_add(target, total, mask=channel < DIM, sem="relaxed")
@@ -406,7 +408,7 @@ def _entry_backward_kernel(
 
 @triton.jit
 def _load_parts(rows, place, seen, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """As _load_rows, PARTS tiles [len(place), PART] side by side."""
+    """As `_load_rows`, but as a tuple of PARTS tiles [len(place), PART] with consecutive channels."""
     parts = ()
     for part in tl.static_range(PARTS):
         channel = part * PART + tl.arange(0, PART)[None, :]
@@ -433,7 +435,7 @@ def _window_backward_kernel(
     DIM_TILE: tl.constexpr,
     KEYS_TILE: tl.constexpr,
 ):
-    """The gradient of a block of window keys from the queries that can see it."""
+    """The gradient of a block of window keys, summed over the queries that see them."""
     first = tl.program_id(0).to(tl.int64) * KEYS_TILE
     key = first + tl.arange(0, KEYS_TILE)
     head = tl.arange(0, HEADS_TILE)

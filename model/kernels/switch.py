@@ -1,4 +1,4 @@
-"""Which implementation runs: `runtime.kernels` = auto | plain | triton, in the one place that decides it."""
+"""Decides whether Triton kernels or plain functions run: `runtime.kernels` = auto | plain | triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _setting = "auto"
 
 @contextmanager
 def using(setting: str) -> Iterator[None]:
-    """Run the body with one of SETTINGS. A recomputed block enters it again, so that both passes run the same code."""
+    """Run the body with one of SETTINGS. With activation checkpointing, the recomputed block enters this context again,
+    so that both passes run the same implementation.
+    """
     global _setting
     before, _setting = _setting, setting
     try:

@@ -1,8 +1,8 @@
-"""Compiles every kernel at the released sizes for a GPU that need not be there, and prints what it needs.
+"""Compiles every kernel at the released sizes, also without a GPU, and prints the resources that each needs.
 
-`python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]`: registers a thread, shared memory
-and spills as the compiled code says; arithmetic intensity and the time that an H200 would take at its peak rates are
-estimates (`Launch`: matrix products, and every tensor moved once). TRITON_INTERPRET must not be set.
+`python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]` prints registers a thread, shared
+memory and spills, read from the compiled code. Arithmetic intensity and the time on an H200 are estimates: matrix
+products at the peak rate, and every tensor moved once (see `Launch`). TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from model.config import TextConfig
 from model.kernels import engram, hyper, indexer, moe, norm, rope, sparse
 from model.kernels.launch import Launch, recording
 
-# H200, dense bf16 and memory, as the data sheet says.
+# Peak rates of an H200 from its data sheet: dense bf16, and memory.
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12
 SHARED_LIMIT = 227 * 1024
 _TYPES = {
@@ -140,7 +140,7 @@ def _elementwise(c: TextConfig, tokens: int) -> None:
 
 
 def _different(launches: list[Launch]) -> list[Launch]:
-    """Without those that repeat a kernel with the same types and constants (a loop over chunks)."""
+    """The launches that differ in kernel, argument types or constants; a loop over chunks is listed once."""
 
     def key(launch: Launch) -> str:
         tensors = {k: v.dtype if isinstance(v, Tensor) else v for k, v in launch.arguments.items()}
@@ -152,7 +152,9 @@ def _different(launches: list[Launch]) -> list[Launch]:
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compile without a GPU. Integers are specialised as at a launch: 1 is a constant, multiples of 16 are known."""
+    """Compile a launch for sm_<arch> without a GPU. Integer arguments are specialised as in a real launch: 1 becomes a
+    constant, and multiples of 16 are marked as such.
+    """
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
@@ -189,7 +191,7 @@ def _kind(value: Any, is_constexpr: bool) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) a thread, as NVIDIA's disassembler reports them; Triton brings it along."""
+    """(registers, bytes of local memory) a thread, as reported by NVIDIA's disassembler, which is part of Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)

@@ -9,13 +9,14 @@ import torch
 
 from train.build import Batch
 
-FIRST = 2  # position in a document: the released inference drafts only after two processed tokens
+FIRST = 2  # earliest position in a document; the released inference code drafts only after two processed tokens
 TRAINED, HELD_OUT = 0, 1
 
 
 def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int, split: int = TRAINED) -> Batch:
-    """The batch with ``anchors`` int64 [B, A], ascending in each row and padded with -1. Its rows have the numbers
-    ``first_row``, ... in their ``split``; a row's anchors do not depend on the batch or process it is in.
+    """The batch with ``anchors`` int64 [B, A] added, ascending in each row and padded with -1. ``first_row`` is the
+    number of the batch's first row within its ``split``; the others follow. A row's anchors depend on the seed and its
+    number only, not on the batch or process that it is in.
     """
     rows = []
     for number, (labels, lengths) in enumerate(zip(batch["labels"].cpu(), batch["seq_lens"].tolist(), strict=True)):
@@ -30,8 +31,8 @@ def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int
 
 
 def candidates(labels: np.ndarray, lengths: list[int]) -> np.ndarray:
-    """Positions, int64, at which the token itself and the next one are supervised and in the same document: ``labels``
-    [S] (not shifted, -100: not supervised), ``lengths`` of its documents.
+    """The positions (int64) at which a block of drafts may begin: the token there and the next one are supervised and
+    in the same document. ``labels`` [S] are not shifted, -100 is not supervised; ``lengths`` of the row's documents.
     """
     taught = np.flatnonzero((labels[:-1] >= 0) & (labels[1:] >= 0))
     ends = np.cumsum(lengths)

@@ -21,8 +21,9 @@ def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Statistics from the sums of ``model.dspark.DraftLosses`` over a step or an evaluation.
 
     ce, l1, confidence: means of the loss terms. tau: expected accepted length of a block, including the backbone's own
-    token. alpha: acceptance by slot, over slots whose predecessors are supervised too. ece: mean distance between
-    predicted and true acceptance, over bins of the prediction. None where there was no slot.
+    token. alpha: for each slot the mean probability of acceptance, over blocks in which it and all slots before it are
+    supervised. ece: mean distance between predicted and true acceptance, over bins of the prediction. A value is None
+    if no slot counts for it.
     """
     slots = sums["slots"].double()
     weight = float((slots * slot_weights(len(slots), slots.device)).sum())
@@ -46,8 +47,8 @@ def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """``measures`` on the held-out rows, at the same anchors in every evaluation and run. Changes no state. None as
-    soon as ``stop`` returns True on any rank.
+    """``measures`` on the held-out rows, with the same anchors in every evaluation and run. Changes no state. Returns
+    None as soon as ``stop`` returns True on any rank. Raises ValueError if no held-out row has room for an anchor.
     """
     started, settings, world = time.perf_counter(), run.dspark, run.world
     sums: dict[str, torch.Tensor] = {}
@@ -74,7 +75,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
 
 
 def loss_of(found: Mapping[str, Any], objective: Any) -> float | None:
-    """The total loss from its terms."""
+    """The total loss from the terms that ``measures`` returned, weighted as the objective says; None without terms."""
     if found["ce"] is None:
         return None
     return objective.ce * found["ce"] + objective.l1 * found["l1"] + objective.confidence * found["confidence"]

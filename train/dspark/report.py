@@ -11,7 +11,7 @@ from train.logging.plot import Panel, Series, draw
 
 
 class DrafterReporter(Reporter):
-    """A ``Reporter`` for expected accepted lengths; it draws ``tau.png``."""
+    """The ``Reporter`` of a drafter's run: plots the expected accepted length as ``tau.png``."""
 
     picture = "tau.png"
     drawn = ("kind", "tokens", "tau")
@@ -23,7 +23,7 @@ class DrafterReporter(Reporter):
         return f"step={record['step']} held out: {_measured(record)} seconds={record['seconds']:.1f}"
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        """Expected accepted length over tokens."""
+        """Plot the expected accepted length against the number of training tokens."""
         chosen = {
             kind: [r for r in records if r["kind"] == kind and r["tau"] is not None] for kind in ("train", "valid")
         }
@@ -34,7 +34,7 @@ class DrafterReporter(Reporter):
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """One greppable line of ``key=value`` pairs: acceptance by slot, expert load of the worst stage."""
+    """A step's record as one line of ``key=value`` pairs. The expert load is that of the least balanced stage."""
     load = record["expert_load"].get("text")
     return " ".join([
         f"step={record['step']}",

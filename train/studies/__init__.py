@@ -2,10 +2,10 @@
 
 Each file imports only those before it:
 
-    settings    a study as its file in conf/study describes it
-    summary     numbers of runs to means, differences, verdicts
-    tables      a summary on the screen and as Markdown
-    runner      trains what is missing, reads what came out
+    settings    the schema of the files in conf/study
+    summary     means, differences and verdicts from the numbers of finished runs
+    tables      a summary as tables, on the screen and as Markdown
+    runner      trains the runs that are missing, and reads their results
     __main__    the command line
-    drafter     a program of its own: decoding with drafters
+    drafter     a separate command: measures decoding with a drafter
 """

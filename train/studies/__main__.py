@@ -1,9 +1,9 @@
-"""``python -m train.studies NAME``: train the arms of ``conf/study/NAME.yaml`` side by side and print what came out.
+"""``python -m train.studies NAME``: train the arms of ``conf/study/NAME.yaml`` and compare their results.
 
-Every (arm, seed) is an ordinary run of ``python -m train`` in a process of its own with one thread. Runs are named by
-the settings in which they differ from their experiment, so studies of one experiment share equal runs, and nothing that
-is finished is trained again: after an interruption, the same command goes on. The table is printed, and written with
-all its numbers to ``<output>/NAME.md`` and ``.json``.
+Every (arm, seed) is an ordinary run of ``python -m train`` in its own process, with one thread. A run is named by the
+settings in which it differs from its experiment, so studies of one experiment share identical runs. Finished runs are
+not trained again; after an interruption, the same command continues. The tables are printed, and written to
+``<output>/NAME.md``; all numbers are written to ``<output>/NAME.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from train.studies.tables import markdown, show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one study; exit code 0, or 2 with a message."""
+    """Run one study. Returns the exit code: 0, or 2 after printing what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m train.studies", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a file in conf/study, without .yaml")
     parser.add_argument("overrides", nargs="*", help="key=value for every run, for example task.tokens=20000")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def positive(text: str) -> int:
-    """A number of at least 1, for argparse."""
+    """Parse a whole number of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")

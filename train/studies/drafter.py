@@ -1,11 +1,11 @@
-"""``python -m train.studies.drafter [RUN]``: what the drafter of a finished ``task=dspark`` run is worth.
+"""``python -m train.studies.drafter [RUN]``: measure the drafter of a finished ``task=dspark`` run.
 
-Prints, and writes into the run's directory as ``drafter.md`` and ``drafter.json``:
-  - accepted length in speculative decoding from held-out prompts, greedy and drawn, by slot, beside two baselines: the
-    same drafter before training, and its Markov head alone, trained on as many tokens (the rest of the drafter then
-    adds nothing to the logits);
+It prints the results and writes them into the run's directory as ``drafter.md`` and ``drafter.json``:
+  - the accepted length in speculative decoding from held-out prompts, for greedy and sampled continuations and by slot,
+    for the trained drafter and two baselines: the same drafter before training, and its Markov head alone, trained on
+    as many tokens (the rest of that drafter adds nothing to the logits);
   - tokens per second with and without the drafter, in alternating pieces of one run of the same requests.
-Speeds are those of one core; they compare the two ways on one machine, no more.
+Speeds are measured on one CPU core and only compare decoding with and without the drafter on this machine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from train.dspark.anchors import HELD_OUT, with_anchors
 from train.dspark.evaluate import evaluate
 from train.tasks.dspark import step
 
-NEW = 64  # tokens of a continuation
-PROMPT = 256  # tokens of a prompt, at most
+NEW = 64  # tokens generated for each prompt
+PROMPT = 256  # most tokens of a prompt
 TEMPERATURE = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit code: 0, or 2 if the run has no export."""
     parser = argparse.ArgumentParser(prog="python -m train.studies.drafter", description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", default="runs/dspark-demo", help="directory of a finished run")
     parser.add_argument("--tokens", type=int, default=20_000, help="continued from held-out prompts, of each kind")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     torch.set_num_threads(1)
     saved = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-    saved["data"]["tokenizer"] = "train"  # that of init_from, as the run had it
+    saved["data"]["tokenizer"] = "train"  # the tokenizer of init_from, which the run used too
     config = parse_run(saved)
     run = build(config)
     backbone = run.backbone
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def markov_alone(run: Run) -> Drafter:
-    """A drafter whose logits are those of its Markov head, trained as the run says."""
+    """A drafter reduced to its Markov head (the final norm's weight is zero, so the other parts add nothing to the
+    logits), trained with the run's settings.
+    """
     last = run.model.mtp[-1]
     with torch.no_grad():
         last.norm.weight.zero_()
@@ -93,7 +95,9 @@ def markov_alone(run: Run) -> Drafter:
 
 
 def held_out_prompts(run: Run, count: int) -> list[tuple[int, ...]]:
-    """Beginnings of held-out documents up to places drawn at random, up to ``PROMPT`` tokens of each."""
+    """``count`` prompts: the text of held-out documents before a random place, at most ``PROMPT`` tokens each. Raises
+    ValueError if the held-out rows are too few.
+    """
     found: list[tuple[int, ...]] = []
     row = 0
     for batch in run.valid_batches:
@@ -112,7 +116,7 @@ def held_out_prompts(run: Run, count: int) -> list[tuple[int, ...]]:
 
 
 def held_out_text(run: Run, count: int) -> torch.Tensor:
-    """int64 [count]: held-out tokens, again from the beginning when there are no more."""
+    """int64 [count]: the tokens of all held-out rows in order, repeated if they are too few."""
     rows = [
         ids[: lengths.sum()]
         for b in run.valid_batches
@@ -123,7 +127,9 @@ def held_out_text(run: Run, count: int) -> torch.Tensor:
 
 
 def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """Accepted lengths from held-out prompts; and, along the held-out text itself, what is expected of them."""
+    """Accepted lengths when continuing held-out prompts ("greedy", "drawn"), and the expected accepted length along the
+    held-out text itself ("expected").
+    """
     run.model = drafter
     measured = evaluate(run)
     assert measured is not None, "nothing stops it"
@@ -135,8 +141,8 @@ def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> d
 
 
 def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
-    """Drafts accepted in a pass over drafts, on average over all passes, with a bootstrap interval of 95 % over the
-    prompts; and the share of drafts accepted by slot, of those whose predecessors were.
+    """The mean number of drafts accepted per pass, over all passes that had drafts, with a 95 % bootstrap interval over
+    prompts; and by slot, the share of accepted drafts among those whose predecessors were all accepted.
     """
     passes = np.array([len(sample.accepted) for sample in samples])
     sums = np.array([sum(sample.accepted) for sample in samples])
@@ -154,8 +160,8 @@ def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, An
 
 
 def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces: int) -> dict[str, Any]:
-    """Tokens per second of greedy decoding behind prompts [batch, context], with and without the drafter, in pieces
-    that take turns; the ratio is the median over the pairs.
+    """Tokens per second of greedy decoding after prompts [batch, context], with and without the drafter. Pieces of the
+    two runs alternate; the ratio is the median over the pairs of pieces.
     """
     generators = {"without": Generator(backbone), "with": Generator(backbone, drafter=drafter)}
     rates: dict[str, list[float]] = {name: [] for name in generators}
@@ -177,7 +183,7 @@ def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces
 
 
 def _rate(generator: Generator, tokens: int = 16) -> float:
-    """Tokens per second of the next so many tokens of each sequence, or a few more."""
+    """Tokens per second while the sequences generate, on average, at least ``tokens`` more tokens each."""
     started, before = time.perf_counter(), _written(generator)
     while _written(generator) - before < tokens * len(generator.running):
         generator.step()
@@ -189,7 +195,7 @@ def _written(generator: Generator) -> int:
 
 
 def report(found: dict[str, Any], speeds: Sequence[dict[str, Any]], tokens: int) -> str:
-    """The numbers as Markdown."""
+    """The results as Markdown tables."""
     lines = [
         f"Drafts accepted in a pass, beyond the backbone's own token; {tokens:,} tokens behind held-out prompts.",
         "",

@@ -1,4 +1,4 @@
-"""Trains the runs of a study, each in a process of its own, and reads what came out."""
+"""Trains the runs of a study, each in its own process, and reads their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from train.evaluation.evaluate import evaluate
 from train.studies.settings import Study, StudyError
 from train.studies.summary import summarise, value_of
 
-IRRELEVANT = (  # move no weight
+IRRELEVANT = (  # settings that do not change the trained weights
     "name",
     "output",
     "logger.",
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     """One run of a study."""
 
     arm: str
-    value: float | None  # of the arm's tuned setting
+    value: float | None  # the value of the arm's tuned setting
     seed: int
     overrides: tuple[str, ...]
     config: Config
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 
 class Runner:
-    """Composes, trains and reads the runs of one study below ``output``."""
+    """Composes the runs of one study, trains them in folders below ``output``, and reads their results."""
 
     def __init__(self, study: Study, output: Path, extra: Sequence[str], jobs: int):
         self.study, self.extra, self.workers = study, tuple(extra), jobs
@@ -69,7 +69,9 @@ class Runner:
         self.running: set[int] = set()  # process ids
 
     def run(self) -> dict[str, Any]:
-        """Train what is missing; tuned arms first choose on the first seed. Returns what ``summarise`` makes of it."""
+        """Train the runs that are missing and return their ``summarise``d numbers. An arm with a tuned setting first
+        chooses its value on the first seed.
+        """
         study = self.study
         first, rest = study.seeds[0], study.seeds[1:]
         trials = {
@@ -105,7 +107,8 @@ class Runner:
         """Train the jobs that are not finished, ``workers`` at a time.
 
         Raises:
-            StudyError: after all of them ended, naming those that failed with the last lines each printed.
+            StudyError: some jobs failed. It is raised after all jobs have ended, and shows the last lines that each
+                failed job printed.
         """
         for job in jobs:
             check_same(job)
@@ -135,7 +138,7 @@ class Runner:
             raise StudyError("\n".join([header, *failures]))
 
     def _train_one(self, job: Job) -> str | None:
-        """None, or why it failed."""
+        """Train one job in a subprocess. Returns None, or why it failed."""
         directory = job.config.run_dir
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "train", *job.overrides]
@@ -149,7 +152,7 @@ class Runner:
                 start_new_session=True,  # Ctrl-C comes to this process, which passes it on as "save and stop"
             )
             self.running.add(process.pid)
-            _, status, usage = os.wait4(process.pid, 0)  # like process.wait(), and says what the process used
+            _, status, usage = os.wait4(process.pid, 0)  # like process.wait(), but also returns the CPU time
             self.running.discard(process.pid)
             process.returncode = os.waitstatus_to_exitcode(status)
         add_cost(directory, time.perf_counter() - started, usage.ru_utime + usage.ru_stime)
@@ -164,7 +167,7 @@ class Runner:
         return found
 
     def numbers(self, job: Job) -> dict[str, float]:
-        """The study's measures of a finished run, its seconds of training and its process's CPU seconds."""
+        """The study's measures of a finished run, its training time in seconds, and the CPU seconds of its process."""
         state = self.state(job)
         records = {name: self._evaluation(job, changes) for name, changes in self.study.evaluations.items()}
         found = {name: value_of({**state["last_valid"], **records}, m.path) for name, m in self.study.measures.items()}
@@ -172,7 +175,7 @@ class Runner:
         return {**found, "tokens": state["tokens"], "seconds": state["seconds"], "cpu_seconds": cost["cpu_seconds"]}
 
     def _evaluation(self, job: Job, changes: list[str]) -> dict[str, Any]:
-        """The run's final weights, evaluated under the overrides ``changes``; kept beside the run."""
+        """Evaluate the run's final weights with the overrides ``changes``; the result is kept in the run's folder."""
         path = job.config.run_dir / f"evaluation-{as_name(changes)}.json"
         if not path.exists():
             say(f"evaluating {job} with {' '.join(changes)}")
@@ -195,24 +198,24 @@ class Runner:
         try:
             with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 return compose("train", overrides=open_overrides(list(arguments)))
-        except HydraException as error:  # an override that cannot be read, a choice that does not exist
+        except HydraException as error:  # a malformed override, or an unknown option
             raise StudyError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from None
 
 
 def run_name(changed: list[tuple[str, Any, Any]], seed: int) -> str:
-    """A run's directory name: how it differs from its experiment, and its seed."""
+    """A run's directory name, made of the settings that differ from its experiment and its seed."""
     parts = [f"{key.split('.')[-1]}-{new}" for key, _, new in changed if key != "seed"]
     return as_name([*(parts or ["base"]), f"seed{seed}"])
 
 
 def as_name(parts: Sequence[str]) -> str:
-    """A file name that says ``parts``."""
+    """``parts`` joined to a valid file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute as the runs do, to the last bit."""
+    """Use one thread in the body, as the runs do, so that an evaluation gives the same bits as theirs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -226,7 +229,7 @@ def relevant(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
 
 
 def check_same(job: Job) -> None:
-    """Refuse to take a run that was made with other settings, finished or not, for the job's."""
+    """Raise StudyError if the job's folder holds a run, finished or not, that was trained with other settings."""
     path = job.config.run_dir / "config.yaml"
     if path.exists():
         changed = relevant(differences(yaml.safe_load(path.read_text(encoding="utf-8")), job.config))
@@ -243,13 +246,13 @@ def finished(job: Job) -> bool:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """The counters of a run's newest checkpoint."""
+    """The trainer state of a run's newest checkpoint, or None if there is no checkpoint."""
     folder = run_state.latest(directory / "checkpoints")
     return None if folder is None else json.loads((folder / "state.json").read_text(encoding="utf-8"))["state"]
 
 
 def add_cost(directory: Path, seconds: float, cpu_seconds: float) -> None:
-    """Add a process's time to what a run has cost so far, start-up and evaluations included."""
+    """Add a process's time, including start-up and evaluations, to the total that a run has taken so far."""
     path = directory / "cost.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
     total = {"seconds": before["seconds"] + seconds, "cpu_seconds": before["cpu_seconds"] + cpu_seconds}

@@ -1,4 +1,4 @@
-"""A study as its file in ``conf/study`` describes it."""
+"""The schema of a study's file in ``conf/study``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class StudyError(InputError):
 
 @dataclass(config=STRICT, frozen=True)
 class Tune:
-    """A setting that an arm may choose: every value runs on the first seed, the lowest validation loss wins."""
+    """A setting that an arm tunes: every value is trained with the first seed, and the one with the lowest validation
+    loss is used.
+    """
 
     key: str
     values: Annotated[list[float], Field(min_length=2)]
@@ -28,7 +30,7 @@ class Tune:
 
 @dataclass(config=STRICT, frozen=True)
 class Arm:
-    """One side of a comparison: the experiment with these overrides."""
+    """One of the variants that a study compares: its experiment with these overrides."""
 
     overrides: list[str]
     tune: Tune | None = None
@@ -36,8 +38,8 @@ class Arm:
 
 @dataclass(config=STRICT, frozen=True)
 class Measure:
-    """A number of a finished run: a dotted path into its last evaluation, or into one of the study's ``evaluations``;
-    ``a - b`` is the difference of two. A list counts by its mean.
+    """A number of a finished run. ``path``: a dotted path into its last evaluation or one of the study's
+    ``evaluations``, or ``a - b`` for the difference of two such paths. A list is reduced to its mean.
     """
 
     path: str
@@ -46,7 +48,9 @@ class Measure:
 
 @dataclass(config=STRICT, frozen=True)
 class Claim:
-    """What should come out: ``arm`` below or above ``than`` by more than ``margin`` in every seed, or on average."""
+    """An expected result: ``measure`` of ``arm`` is lower or higher than that of ``than`` by more than ``margin``, for
+    every seed or on average.
+    """
 
     text: str
     measure: str
@@ -59,7 +63,7 @@ class Claim:
 
 @dataclass(config=STRICT, frozen=True)
 class Study:
-    """A comparison, as its file in ``conf/study`` describes it."""
+    """A comparison of arms over several seeds; a file ``conf/study/NAME.yaml`` holds these fields."""
 
     title: str
     experiment: str
@@ -67,7 +71,7 @@ class Study:
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     measures: Annotated[dict[str, Measure], Field(min_length=1)]
     claims: list[Claim] = Field(default_factory=list)
-    evaluations: dict[str, list[str]] = Field(default_factory=dict)  # the same weights under other settings
+    evaluations: dict[str, list[str]] = Field(default_factory=dict)  # of the final weights: name -> overrides
     notes: list[str] = Field(default_factory=list)  # printed below the table
 
     def __post_init__(self) -> None:
@@ -92,10 +96,10 @@ class Study:
 
 
 def read_study(name: str) -> Study:
-    """``conf/study/<name>.yaml``, checked.
+    """Read and check ``conf/study/<name>.yaml``.
 
     Raises:
-        StudyError: there is no such study, or its file has a mistake.
+        StudyError: there is no such study, or its file is invalid.
     """
     path = CONF_DIR / "study" / f"{name}.yaml"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""From the numbers of finished runs to means, differences and verdicts."""
+"""Means, differences and verdicts on claims, from the numbers of finished runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.studies.settings import Claim, Study, StudyError
 
 
 def value_of(record: Mapping[str, Any], path: str) -> float:
-    """The number at a measure's path."""
+    """The number at a measure's path in an evaluation's record. Raises StudyError if the record has no such key."""
     if " - " in path:
         left, right = path.split(" - ")
         return value_of(record, left) - value_of(record, right)
@@ -55,7 +55,7 @@ def summarise(
 
 
 def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """A claim with its differences (arm minus the other, the same seed) and whether it holds."""
+    """A claim with its differences (``arm`` minus ``than``, for each seed) and whether it holds."""
     pairs = [(runs[claim.arm][seed][claim.measure], runs[claim.than][seed][claim.measure]) for seed in runs[claim.arm]]
     deltas = [a - b for a, b in pairs]
     sign = 1 if claim.should_be == "higher" else -1
@@ -65,7 +65,7 @@ def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -
 
 
 def edge_notes(study: Study, chosen: Mapping[str, float]) -> Iterator[str]:
-    """A choice at the edge of what was tried could be better still, so it is said."""
+    """A note for every tuned value at the edge of the values that were tried, since a value beyond could be better."""
     for name, value in chosen.items():
         values = sorted(study.tune_of(name).values)
         if value in (values[0], values[-1]):

@@ -12,7 +12,7 @@ from train.studies.settings import Study
 
 
 def tables(study: Study, result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(caption, header, rows) of what is printed."""
+    """The tables to print, each as (caption, header, rows)."""
     found = []
     if result["tuning"]:
         rows = [

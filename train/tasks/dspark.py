@@ -25,10 +25,10 @@ from train.run import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+    """Train, or continue, the run in ``config.run_dir``, and print the results.
 
     Raises:
-        InputError, DataError, OSError: what was given cannot be used.
+        InputError, DataError, OSError: the configuration or the data cannot be used.
         NonFiniteError, Interrupted: see ``train.loop.repeat``.
     """
     with run_session(config) as (world, folder, changes):
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
 
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
-    """Train on ``run.train_batches`` to the end of the run, see ``train.loop.repeat``."""
+    """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
     batches = iter(run.train_batches)
 
     def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
@@ -56,7 +56,9 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
-    """One step on this process's micro-batches; moves the counters and returns the step's record."""
+    """One optimizer step on this process's micro-batches. Updates the counters in ``state`` and returns the step's
+    record.
+    """
     settings, world = run.dspark, run.world
     rows = run.config.task.per_rank_batch(world.size)[0]
     first = state.step * rows * world.size * run.micro_batches + world.rank * rows
@@ -88,7 +90,7 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
 
 
 def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
-    """The closing lines: results and files."""
+    """Log the last lines of a run: its results, and the files that it wrote."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     reporter.stop_bar()
