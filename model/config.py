@@ -365,9 +365,11 @@ def _size_problems(c: TextConfig) -> Iterator[str]:
     for key in ("rms_norm_eps", "hc_eps", "swiglu_limit", "rope_theta", "compress_rope_theta", "initializer_range"):
         if not getattr(c, key) > 0:  # NaN neither
             yield f"{key}: is {getattr(c, key)}, must be positive"
-    for key in ("factor", "original_max_position_embeddings"):
+    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
         if not getattr(c.rope_scaling, key) > 0:
-            yield f"rope_scaling.{key}: must be positive"
+            yield f"rope_scaling.{key}: is {getattr(c.rope_scaling, key)}, must be positive"
+    if c.num_nextn_predict_layers < 0:
+        yield f"num_nextn_predict_layers: is {c.num_nextn_predict_layers}, must be 0 (no drafter) or more"
     if c.rope_scaling.rope_type != "yarn":
         yield "rope_scaling.rope_type: V4.1 uses 'yarn'"
     if c.qk_rope_head_dim % 2:
@@ -451,7 +453,12 @@ def vision_problems(v: VisionConfig) -> Iterator[str]:
         yield f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
     elif (v.hidden_size // v.num_attention_heads) % 4:
         yield "vision_config.hidden_size: the head size must be a multiple of 4 (rows and columns, rotated pairs)"
-    for key in ("patch_size", "downsample_ratio", "max_image_tokens", "num_hidden_layers", "intermediate_size"):
+    if v.min_pixels < 0:
+        yield f"vision_config.min_pixels: is {v.min_pixels}, must be 0 or more"
+    if v.max_wh_ratio is not None and v.max_wh_ratio <= 0:
+        yield f"vision_config.max_wh_ratio: is {v.max_wh_ratio}, must be positive or null"
+    positive = "patch_size downsample_ratio max_image_tokens num_hidden_layers intermediate_size rope_theta"
+    for key in positive.split():
         if getattr(v, key) < 1:
             yield f"vision_config.{key}: is {getattr(v, key)}, must be positive"
 

@@ -50,17 +50,24 @@ def part_of(name: str) -> str:
     raise AssertionError(f"{name} belongs to no part; add it to PARTS")
 
 
-def least_parameters(text: TextConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
+def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
     """A lower bound of the parameters that a process holds, from the large matrices alone. Builds nothing, so that it
     has an answer for any size. With `table_shards` token embedding and head count as if they were split too.
     """
-    d, heads = text.hidden_size, text.num_attention_heads * text.head_dim
+    text, vision = config.text, config.vision
+    d, n, heads = text.hidden_size, text.hc_mult, text.num_attention_heads * text.head_dim
     outputs = heads // text.o_groups * text.o_groups * text.o_lora_rank + text.o_groups * text.o_lora_rank * d
     attention = d * text.q_lora_rank + text.q_lora_rank * heads + d * text.head_dim + outputs
     experts = 3 * d * text.moe_intermediate_size * (1 + text.n_routed_experts // expert_parallel)
-    layers = text.num_hidden_layers * (attention + experts + d * text.n_routed_experts)
-    tables = 2 * text.vocab_size * d + sum(text.engram_num_embeddings) * text.engram_head_dim
-    return layers + tables // table_shards
+    streams = 2 * n * d * (n * n + 2 * n)
+    layers = text.num_hidden_layers * (attention + experts + d * text.n_routed_experts + streams)
+    indexers = len(text.index_source_layer_ids) * text.q_lora_rank * text.index_n_heads * text.index_head_dim
+    computed = len(text.engram_layer_ids) * text.engram_hash_heads * text.engram_vocab_size
+    rows = sum(text.engram_num_embeddings) or computed
+    tables = 2 * text.vocab_size * d + rows * text.engram_head_dim
+    width = vision.hidden_size if vision else 0
+    tower = vision.num_hidden_layers * (4 * width**2 + 2 * width * vision.intermediate_size) if vision else 0
+    return layers + indexers + tables // table_shards + tower
 
 
 def parameters(model: nn.Module) -> dict[str, int]:

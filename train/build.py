@@ -174,9 +174,9 @@ def check_size(config: Config, device: torch.device) -> None:
     Raises:
         ConfigError: with what it needs and what there is.
     """
-    text, layout = ModelConfig.from_dict(config.model).text, config.parallel
+    model, layout = ModelConfig.from_dict(config.model), config.parallel
     frozen = config.lora.on or config.dspark is not None
-    needed = least_parameters(text, layout.expert_parallel, layout.table_shards) * (0.5 if frozen else 8)
+    needed = least_parameters(model, layout.expert_parallel, layout.table_shards) * (0.5 if frozen else 8)
     if device.type == "cuda":
         present, where = torch.cuda.get_device_properties(device).total_memory, "GPU"
     else:

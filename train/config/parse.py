@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
     if small is not None:
         return _parse_small(tree, small)
     config, problems, bad_keys = _convert(tree)
+    problems += [text for key, text in _unusable_texts(tree) if key not in bad_keys]
     if config is not None:
         problems += [text for keys, text in cross_problems(config) if not keys & bad_keys]
     if problems:
@@ -46,6 +47,17 @@ def parse_run(raw: DictConfig | Mapping[str, Any]) -> Config:
     config = parse(raw)
     assert isinstance(config, Config)
     return config
+
+
+def _unusable_texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, problem) of every value that stands for none, or that no path and no name can be."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from _unusable_texts(value, f"{key}.{name}" if key else str(name))
+    elif tree == "???":
+        yield key, f"{key} has no value yet. Give it one: {key}=..."
+    elif isinstance(tree, str) and "\0" in tree:
+        yield key, problem(key, tree, "holds a null character", "Correct the value")
 
 
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
