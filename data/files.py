@@ -1,4 +1,4 @@
-"""Finding the files that a configuration names, unpacking and decoding them."""
+"""Finds the files that a configuration names, decompresses and decodes them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ FOREIGN_BYTE_ORDER_MARKS = (
     ("UTF-16", codecs.BOM_UTF16_BE),
 )
 
-# How a packed file begins, and what unpacks it. The beginning decides, whatever the file is called.
+# First bytes of compressed files, and how each kind is decompressed. The bytes decide, not the file's name.
 PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 ZSTD = b"\x28\xb5\x2f\xfd"
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 
-# A file this new may change again within the same modification time: some file systems round it to 2 s.
+# A file modified this recently may change again without a new modification time: some file systems round it to 2 s.
 JUST_WRITTEN_NS = 3 * 10**9
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class File:
-    """A file, and its name relative to the folder that was configured, which stays the same if the folder is moved."""
+    """A file's path, and its name relative to the configured folder, which does not change if the folder is moved."""
 
     path: Path
     name: str
@@ -58,9 +58,10 @@ class File:
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     """All files that the paths name, sorted, each once.
 
-    Of a folder, all files with one of `suffixes` are taken, in any case and also packed (`.gz`, `.zst`, `.bz2`, `.xz`),
-    at any depth and through links to folders, except hidden ones; the others are counted in the log. A single file and
-    the matches of a glob pattern are taken whatever their suffix. Raises `DataError` for a path without files.
+    In a folder, these are the files with one of `suffixes` (in upper or lower case, possibly compressed: `.gz`, `.zst`,
+    `.bz2`, `.xz`), at any depth and through links to folders, but not hidden files; the log counts the files that are
+    left out. A file that is named itself or matches a glob pattern is taken whatever its suffix. Raises `DataError` for
+    a path without files.
     """
     found: dict[Path, File] = {}
     for entry in paths:
@@ -91,8 +92,9 @@ def suffix_of(path: Path) -> str:
 
 
 def _walk(root: Path, excluded: Callable[[str], bool], links: bool = True) -> Iterator[Path]:
-    """All files below a folder. links: go through links to folders too, after everything else and into each folder
-    once, so that a link to a folder above itself is no loop."""
+    """All files below a folder. links: follow links to folders too, after everything else, and visit each folder once,
+    so that a link to a parent folder does not loop.
+    """
     waiting, seen = deque([str(root)]), set()
     while waiting:
         top = waiting.popleft()
@@ -112,7 +114,7 @@ def _log_once(message: str) -> None:
 
 
 def _tell_left_out(folder: Path, files: list[Path]) -> None:
-    """Say once what a folder holds that is not read: how many files of each suffix, and the first of them."""
+    """Log once which files of a folder are not read: the number of files of each suffix, and the first file."""
     if files:
         kinds = Counter(suffix_of(path) or "no suffix" for path in files)
         counts = ", ".join(f"{number} x {suffix}" for suffix, number in kinds.most_common(5))
@@ -156,9 +158,9 @@ def _read_hash(path: Path) -> bytes:
 
 
 def open_unpacked(path: Path) -> Any:
-    """A binary file for reading, unpacked if it is packed by gzip, zstd, bzip2 or xz.
+    """Open a file for reading bytes, decompressed if it is compressed with gzip, zstd, bzip2 or xz.
 
-    Raises OSError if it cannot be opened; for a damaged one reading raises one of `UNPACKING_ERRORS`.
+    Raises OSError if it cannot be opened. Reading a damaged file raises one of `UNPACKING_ERRORS`.
     """
     with path.open("rb") as file:
         begin = file.read(8)
@@ -176,13 +178,13 @@ UNPACKING_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def skip_bytes(file: Any, number: int) -> None:
-    """Go forward in a file from `open_unpacked`, which may not be seekable."""
+    """Skip `number` bytes of a file from `open_unpacked` by reading them, because the file may not be seekable."""
     while number > 0 and (read := len(file.read(min(number, 2**20)))):
         number -= read
 
 
 def decode(data: bytes, file: str, policy: BadRecordPolicy, line: int = 1) -> str:
-    """Decode UTF-8 bytes that begin at `line` of a file. A UTF-8 byte order mark is removed.
+    """Decode UTF-8 bytes that start at line `line` of a file. A UTF-8 byte order mark is removed.
 
     Raises `DataError` naming the line of the first invalid byte.
     """

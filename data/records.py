@@ -1,4 +1,5 @@
-"""Files of records: JSONL, JSON, Parquet and Arrow, told apart by name and content, JSON also packed.
+"""Reads files of records: JSONL, JSON, Parquet and Arrow. The format is recognised by the file's name and content; JSON
+files may be compressed.
 
 A file is read as a series of `Item`s. A place in a file is a tuple that can be written as JSON; reading can begin at
 any `Item.after`.
@@ -16,16 +17,18 @@ from data.document import kind_of
 from data.errors import BadRecordPolicy, DataError
 from data.files import UNPACKING_ERRORS, decode, open_unpacked, skip_bytes, suffix_of
 
-ROWS = 1024  # rows per batch of the decoder of Parquet
+ROWS = 1024  # rows that the Parquet decoder returns at a time
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 Place = tuple[int, ...]
-Columns = Callable[[Sequence[str]], Sequence[str]]  # the columns to read, given those there are
+Columns = Callable[[Sequence[str]], Sequence[str]]  # chooses the columns to read from all columns
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A record or why there is none, its number (of JSONL its line) from 1, and the places before and behind it."""
+    """A record or the error of reading it; its number from 1 (in JSONL the line number); and the places in the file
+    before and after it.
+    """
 
     record: Any
     line: int
@@ -34,9 +37,10 @@ class Item:
 
 
 def read_records(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """The records of a file from a place on; () is its start. A record that cannot be read is an `Item` of its error.
+    """The records of a file from the place `start` on; () is its beginning. A record that cannot be read gives an
+    `Item` that holds the error.
 
-    columns: chooses the columns of a table. Raises `DataError` for a file that cannot be read as a whole.
+    columns: chooses the columns to read of a table. Raises `DataError` for a file that cannot be read at all.
     """
     try:
         yield from _reader(path)(path, start, policy, columns)
@@ -56,7 +60,7 @@ def _reader(path: Path) -> Callable[..., Iterator[Item]]:
 def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
     """One JSON object per line. Only \\n ends a line: U+2028 and the like are ordinary characters in JSON strings.
 
-    Places are (byte offset of the next line once unpacked, number of lines before it).
+    Places are (byte offset of the next line in the uncompressed file, number of lines before it).
     """
     offset, line = start or (0, 0)
     with open_unpacked(path) as file:
@@ -85,7 +89,7 @@ def _parsed(raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
 
 
 def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """A list of records, one record, or JSON lines after all. Places are (records before it,)."""
+    """A file that holds a list of records, a single record, or one record per line. Places are (records before it,)."""
     if len(start) == 2:
         yield from _lines(path, start, policy, columns)
         return
@@ -98,7 +102,7 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Extra data"):
             raise DataError(str(path), error.lineno, "invalid JSON", str(error)) from None
-        yield from _lines(path, (), policy, columns)  # more than one value: a line each
+        yield from _lines(path, (), policy, columns)  # several values: one on each line
         return
     except (ValueError, RecursionError) as error:
         raise DataError(str(path), 0, "invalid JSON", str(error)) from None
@@ -112,7 +116,7 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
 
 
 def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Places are (rows before it,). Row groups that end before the start are not read."""
+    """A Parquet file. Places are (rows before it,). Row groups that end before the start are skipped."""
     import pyarrow
     import pyarrow.parquet
 
@@ -135,7 +139,7 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
 
 
 def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """An Arrow file, or a stream as `datasets` writes it. Places are (rows before it,)."""
+    """An Arrow file, or an Arrow stream, which the `datasets` library writes. Places are (rows before it,)."""
     import pyarrow
 
     try:
@@ -158,7 +162,7 @@ def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) 
 
 
 def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
-    """The rows of a batch from row `first` of the file on; `before` rows come before the batch."""
+    """The rows of a batch from row `first` of the file on. `before`: number of rows of the file before the batch."""
     names = batch.schema.names
     for number in range(max(0, first - before), len(batch)):
         row = before + number
@@ -171,7 +175,7 @@ def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys that a table has only because another of its rows has them."""
+    """The value without keys whose value is null: a table gives every row the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -28,7 +28,8 @@ class Message:
     Attributes:
         role: "system", "user" (this includes the tool results of a user turn) or "assistant".
         content: text, images and control tokens.
-        reasoning, tool_calls, supervised: of an assistant message; `supervised` says whether it may be trained on.
+        reasoning, tool_calls: of an assistant message.
+        supervised: whether an assistant message may be trained on.
     """
 
     role: str
@@ -43,7 +44,7 @@ class Conversation:
     """A checked record.
 
     Attributes:
-        thinking: whether its answers are in thinking mode; None: those that have reasoning.
+        thinking: whether its answers are in thinking mode; None: the answers that have reasoning are.
         effort: 1 to 100.
         with_tools: whether it has tools, so that the reasoning of all answers is kept.
     """
@@ -55,7 +56,7 @@ class Conversation:
 
 
 def effort_budget(value: Any) -> int:
-    """The number, 1 to 100, of an effort given by name or number. Raises ValueError for anything else, also a bool."""
+    """The number, 1 to 100, of an effort given by name or number. Raises ValueError for any other value."""
     if isinstance(value, str) and value in EFFORTS:
         return EFFORTS[value]
     if type(value) is int and 1 <= value <= 100:

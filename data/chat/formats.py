@@ -1,4 +1,4 @@
-"""Conversations in the shapes of other frameworks -> records in the shape of the package's docstring.
+"""Converts conversations in the formats of other frameworks to the `messages` shape (see the package's docstring).
 
     messages           {"messages": [{"role": ..., "content": ...}]}: OpenAI, TRL, axolotl, ms-swift
     sharegpt           {"conversations": [{"from": "human", "value": ...}]}: LLaMA-Factory, axolotl, LLaVA
@@ -22,7 +22,7 @@ from typing import Any
 from data.document import kind_of
 from data.errors import DataError
 
-# From which keys a shape is recognised; the first shape that has one of its sets wins.
+# The sets of keys by which each shape is recognised. A record has the first shape of which it has one whole set.
 SHAPES: dict[str, tuple[set[str], ...]] = {
     "preference": ({"chosen", "rejected"}, {"preferred_output"}),
     "messages": ({"messages"},),
@@ -53,7 +53,7 @@ ROLES = {
 
 
 def shape_of(record: Any, field: str) -> str:
-    """The name of a record's shape; "messages" also for one that has none, whose error then names `field`."""
+    """The name of a record's shape. It is "messages" for an unknown shape too; reading it then fails naming `field`."""
     if not isinstance(record, dict):
         return "messages"
     present = {key for key, value in record.items() if value is not None}
@@ -94,7 +94,7 @@ class _Shapes:
         return record, [self._turn(turn, n) for n, turn in enumerate(turns, 1)]
 
     def _turn(self, turn: Any, number: int) -> Any:
-        """A turn of {"from", "value"} as a message; one that is a message already stays as it is."""
+        """A ShareGPT turn {"from": ..., "value": ...} as a message; a turn that already is a message is unchanged."""
         if not isinstance(turn, dict) or "role" in turn:
             return turn
         role = ROLES.get(str(turn.get("from")))
@@ -165,7 +165,7 @@ class _Shapes:
         chosen = [self._turn(turn, number) for number, turn in enumerate(chosen, 1)]
         rejected = [self._turn(t, n) for n, t in enumerate(rejected, 1)] if isinstance(rejected, list) else []
         shared = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
-        if prompt and chosen[: len(prompt)] == prompt:  # it is repeated in chosen
+        if prompt and chosen[: len(prompt)] == prompt:  # chosen repeats the prompt
             prompt, shared = [], max(shared, len(prompt))
         return record, [_context(message) for message in prompt + chosen[:shared]] + chosen[shared:]
 
@@ -212,7 +212,7 @@ def _assistant(text: str) -> dict[str, Any]:
 
 
 def _context(message: Any) -> Any:
-    """A message whose answer is not supervised."""
+    """The message with `weight` 0 if it is an answer, so that it is not supervised."""
     if isinstance(message, dict) and message.get("role") == "assistant":
         return {**message, "weight": 0}
     return message

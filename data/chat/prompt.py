@@ -1,4 +1,4 @@
-"""Messages -> the token ids that a model continues with its answer."""
+"""Messages -> the token ids of a prompt, which the model continues with its answer."""
 
 from __future__ import annotations
 

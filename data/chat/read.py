@@ -1,5 +1,6 @@
-"""Record -> conversation. Every field of the OpenAI `messages` shape is checked, and every key by which another
-framework says what is taught is honoured or refused by name."""
+"""Record -> conversation. Every field of the OpenAI `messages` shape is checked. A key with which another framework
+selects what is trained on is either applied or refused with an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from data.chat.render import END_RESULT, RESULT, SEPARATOR, to_json, tool_list
 from data.document import Part, Picture, encodable, kind_of, value_of
 from data.errors import DataError
 
-# Keys of a record and of a message that something is taken from.
+# Keys of a record and of a message that are used.
 RECORD_KEYS = {"tools", "effort", "thinking", "system", "images", "image", "chat_template_kwargs", "label", "kto_tag"}
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "tools", "name"}
-# What says whether an answer is supervised: OpenAI; ms-swift; axolotl.
+# Keys of a message that say whether an answer is supervised, in OpenAI's, ms-swift's and axolotl's format.
 WEIGHTS = ("weight", "loss", "train", "training", "train_on_turn")
-# Keys of a record that change what other frameworks teach, and that cannot be honoured.
+# Keys of a record that change what other frameworks train on, and that are not supported here.
 REFUSED_OF_RECORD = {
     "videos": "the model reads text and images",
     "video": "the model reads text and images",
@@ -50,16 +51,16 @@ REFUSED_OF_MESSAGE = {
     "audio": "the model reads text and images",
     "images": "write them as parts of content",
 }
-IMAGE_MARK = "<image>"  # stands in a user's text for the next of the record's images
+IMAGE_MARK = "<image>"  # in a user's text: the place of the record's next image
 
 
 def read_conversation(
     record: Any, file: str, line: int, field: str = "messages", for_training: bool = True
 ) -> Conversation:
-    """Check a record. Raises `DataError` naming `file` and `line` if it is malformed.
+    """Check a record and return its conversation. Raises `DataError` naming `file` and `line` if it is malformed.
 
-    for_training: the record must end with an answer and have one to supervise; otherwise it is a prompt, which must not
-    end with an answer. Image paths are relative to the folder of `file`.
+    for_training: the record must end with an answer, and at least one answer must be supervised. Without it, the record
+    is a prompt and must not end with an answer. Image paths are relative to the folder of `file`.
     """
     items = value_of(record, field, file, line)
     return _Reader(file, line).conversation(record, items, for_training)
@@ -133,8 +134,9 @@ class _Reader:
         return [{"role": "system", "content": system}, *items]
 
     def _with_images(self, items: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages with the record's images as parts: each in the place of an <image> in a user's text or of a
-        part {"type": "image"}; without any of these, before the first user's text."""
+        """The messages with the record's images inserted: each replaces an <image> mark in a user's text or a part
+        {"type": "image"}. If there are no such places, the images come before the first user's text.
+        """
         images = record.get("images")
         if not images and record.get("image") is not None:
             images = [record["image"]] if not isinstance(record["image"], list) else record["image"]
@@ -164,7 +166,7 @@ class _Reader:
         return made
 
     def _tool_list(self, tools: Any) -> Any:
-        """The record's tools, which may be JSON in a string."""
+        """The record's tools, parsed if they are given as a JSON string."""
         if not isinstance(tools, str) or not tools.strip():
             return tools or None
         try:
@@ -186,8 +188,8 @@ class _Reader:
     def _turns(self, items: list[dict[str, Any]]) -> list[Message]:
         """The messages of the record. The messages of a user turn, tool results included, are merged into one."""
         messages: list[Message] = []
-        calls: tuple[ToolCall, ...] = ()  # of the last answer, while their results can still follow
-        blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # of this user turn: (call id if it is a result, parts)
+        calls: tuple[ToolCall, ...] = ()  # calls of the last answer, whose results may follow
+        blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # this user turn: (call id of a tool result, parts)
 
         def close_turn() -> None:
             nonlocal calls
@@ -281,7 +283,7 @@ class _Reader:
         return ToolCall(self._name(call, "id", number), name, arguments)
 
     def _tools(self, tools: Any) -> list[dict[str, Any]]:
-        """The function schemas of tools in the OpenAI shape."""
+        """The function schemas from a list of tools in the OpenAI shape."""
         if not isinstance(tools, list):
             raise self.bad("wrong tools", "tools must be a list")
         functions: list[Any] = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
@@ -370,7 +372,7 @@ class _Reader:
 
 
 def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
-    """The keys of a record, and of its messages, that nothing is taken from."""
+    """The keys of a record, and of its messages, that are not used."""
     found = (
         {key for key, value in record.items() if value is not None} - RECORD_KEYS - REFUSED_OF_RECORD.keys() - {field}
     )
@@ -381,7 +383,7 @@ def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
 
 
 def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]:
-    """The parts of a user's content with an image in the place of every mark, and how many marks there are."""
+    """The parts of a user's content with the images of `waiting` in place of the marks, and the number of marks."""
     placed, marks = [], 0
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -403,8 +405,9 @@ def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]
 
 
 def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with an id for every tool call. A call without one is given its number, and a result without one
-    that of the next call that has none, of the result's function if it names it."""
+    """The messages with an id for every tool call and tool result. A call without an id gets its number as id. A result
+    without an id gets that of the next such call, or, if the result names a function, of the next such call of it.
+    """
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, Any]] = []  # the calls that were given an id, and the functions they call
     for item in items:

@@ -1,4 +1,4 @@
-"""Conversation -> documents: parts in the V4.1 format (see the package's docstring), and which are supervised."""
+"""Conversation -> documents: the parts in the V4.1 format (see the package's docstring), each supervised or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SEPARATOR = "\n\n"
 def documents(conversation: Conversation, file: str, line: int, key: bytes | None = None) -> Iterator[Document]:
     """The documents to train on. Every supervised answer is supervised in exactly one of them.
 
-    file, line, key: where the record came from, and the `Document.record` that keeps them on one side of a split.
+    file, line: where the record came from. key: stored as `Document.record`, so that all documents of a conversation
+    are on the same side of a training/held-out split.
     """
     messages = conversation.messages
     answers = [number for number, message in enumerate(messages) if message.supervised]
@@ -62,7 +63,7 @@ class Rendered:
 
 
 def render(conversation: Conversation, supervised: set[int]) -> Rendered:
-    """The parts of a conversation, without BOS. `supervised` has the numbers of the messages that are supervised."""
+    """The parts of a conversation, without BOS. `supervised`: indices of the supervised messages."""
     rendered, messages, thinking = Rendered(), conversation.messages, conversation.thinking
     last_turn = max(number for number, message in enumerate(messages) if message.role != "assistant")
     if thinking or messages[0].role == "system":

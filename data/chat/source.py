@@ -14,7 +14,7 @@ from data.document import Document
 from data.errors import BadRecordPolicy
 from data.sources import HubDataset, JsonLines, RecordFiles, pretokenised
 
-FORMAT = 2  # raise it when a record is rendered differently
+FORMAT = 2  # increase it when the rendering of records changes
 
 
 class _Conversations(RecordFiles):
@@ -33,7 +33,7 @@ class _Conversations(RecordFiles):
         else:
             record = as_messages(record, shape, self.field, file, line)
             conversation = read_conversation(record, file, line, self.field)
-            # The same for all documents of a conversation and of its copies, so that a split does not separate them.
+            # Equal for all documents of a conversation and of its duplicates, so that a split does not separate them.
             key = json.dumps(record[self.field], sort_keys=True, default=_digest).encode()
             found = list(documents(conversation, file, line, key))
             policy.unused.update(unused_keys(record, self.field))
@@ -42,14 +42,14 @@ class _Conversations(RecordFiles):
 
 
 class ChatLines(_Conversations, JsonLines):
-    """Conversations in files of records."""
+    """Conversations from files of records (JSONL, JSON, Parquet, Arrow)."""
 
     def identity(self, content: bool = True) -> str:
         return f"{super().identity(content)} {FORMAT}"
 
 
 class ChatDataset(HubDataset):
-    """Conversations in a data set."""
+    """Conversations from a data set of the `datasets` library."""
 
     several = True
     formats, columns, documents = _Conversations.formats, _Conversations.columns, _Conversations.documents
@@ -59,5 +59,5 @@ class ChatDataset(HubDataset):
 
 
 def _digest(value: Any) -> str:
-    """What JSON cannot hold: the bytes of an image."""
+    """A digest in place of a value that JSON cannot hold: the bytes of an image."""
     return hashlib.blake2b(value if isinstance(value, bytes) else repr(value).encode(), digest_size=16).hexdigest()
