@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -26,9 +26,20 @@ from train.config.tasks import TASKS
 from train.distributed.launchers import LAUNCHERS, run_to_the_end
 from train.errors import LOST, REFUSED, Interrupted, NonFiniteError, RankLost
 
-# Threads of a step that wait for each other sleep instead of spinning: beside other programs, spinning takes the time
-# of those that are waited for. OpenMP reads it when torch is imported, which is later; a value that is set stands.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+FEW_CORES = 2
+
+
+def choose_threads(environment: MutableMapping[str, str], cores: int) -> None:
+    """One thread where there are at most two cores, unless the user has chosen. OpenMP reads it as torch is imported.
+
+    Two threads gain next to nothing there, since a step is many small products, and they spin while they wait for each
+    other: beside one other busy process a step then takes many times as long (docs/benchmarks.md, Threads).
+    """
+    if cores <= FEW_CORES and not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+        environment["OMP_NUM_THREADS"] = "1"
+
+
+choose_threads(os.environ, len(os.sched_getaffinity(0)))
 
 
 def command() -> None:

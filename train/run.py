@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 import yaml
 
 from data.tokenizer_files import tokenizer_files
@@ -122,6 +123,7 @@ def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | N
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     reporter.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
     reporter.log(run.config.task.step_text(run.world.size))
+    reporter.log(f"threads of this process: {torch.get_num_threads()} (OMP_NUM_THREADS sets them)")
     for note in run.notes:
         reporter.log(note)
     for line in memory_lines(run.world.gather(run.memory())):

@@ -1,4 +1,4 @@
-"""A loaded machine costs its share: threads of a step sleep while they wait for each other."""
+"""How many threads a run takes: one on few cores, what the user says in any case; set before torch is imported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ import sys
 
 import pytest
 
+from train.__main__ import choose_threads
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_the_policy_is_set_before_torch_reads_it_and_a_users_own_stands(given: str | None, expected: str) -> None:
-    code = "import os, sys, train.__main__; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+
+@pytest.mark.parametrize(
+    ("given", "cores", "expected"),
+    [
+        ({}, 2, {"OMP_NUM_THREADS": "1"}),
+        ({}, 16, {}),
+        ({"OMP_NUM_THREADS": "2"}, 2, {"OMP_NUM_THREADS": "2"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_one_thread_on_few_cores_unless_the_user_says(given: dict[str, str], cores: int, expected: dict) -> None:
+    environment = dict(given)
+    choose_threads(environment, cores)
+    assert environment == expected
+
+
+def test_torch_is_imported_after_the_choice() -> None:
+    code = "import os, sys; os.sched_getaffinity = lambda _: {0, 1}; import train.__main__\n"
+    code += "assert 'torch' not in sys.modules; import torch; print(torch.get_num_threads())"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "MKL_"))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+    assert done.stdout.strip() == "1"
