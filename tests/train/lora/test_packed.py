@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from model import save_pretrained
 from model.packed import PackedWeight, holds_packed
+from tests.train.tasks.test_sft import write_chats
 from train.build import build
 from train.config.parse import parse
 from train.config.schema import Config
 from train.tasks import pretrain
-
-from .test_sft import write_chats
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_an_interrupted_study_goes_on(tiny: list[str], tmp_path: Path) -> None:
     python = tmp_path / "python"  # whose runs wait in their third step
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" tests/at_step.py 3 wait "$@"\n')
     python.chmod(0o755)
-    code = "import sys; from tests.train.test_study import Path, one_run; sys.executable = sys.argv[1]; "
+    code = "import sys; from tests.train.studies.test_runner import Path, one_run; sys.executable = sys.argv[1]; "
     code += "one_run(Path(sys.argv[2]), sys.argv[3:]).run()"
     with Program(["-c", code, str(python), str(tmp_path), *extra], tmp_path / "log") as process:
         metrics = tmp_path / "study" / "base-seed0" / "metrics.jsonl"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from model import load_pretrained, save_pretrained
 from tests.model.tiny import no_rounding  # noqa: F401
+from tests.train.tasks.test_sft import write_chats
 from train import loop
 from train.build import Run, build
 from train.config.parse import parse
@@ -24,8 +25,6 @@ from train.errors import InputError
 from train.lora import inject, peft_format
 from train.lora.targets import LORA_TARGETS
 from train.tasks import convert, pretrain
-
-from .test_sft import write_chats
 
 EVERYTHING = [target for target in LORA_TARGETS if target not in ("vision", "aligner")]
 ALL = f"lora.targets=[{','.join(EVERYTHING)}]"

@@ -10,12 +10,11 @@ import torch
 
 from data.chat.prompt import prompt_ids
 from tests.model.tiny import no_rounding  # noqa: F401
+from tests.train.tasks.test_sft import base, chats, make_sft  # noqa: F401  (fixtures)
 from train import loop
 from train.build import build
 from train.evaluation.exact_match import ExactMatch, most_frequent
 from train.tasks.sample import sample
-
-from .test_sft import base, chats, make_sft  # noqa: F401  (fixtures)
 
 
 def test_a_pass_counts_what_greedy_decoding_writes(no_rounding, make_sft, tmp_path) -> None:  # noqa: F811

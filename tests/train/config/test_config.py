@@ -34,7 +34,7 @@ from train.config.resume import check_resumable, differences, flatten
 from train.config.schema import SMALL, Config, to_dict
 from train.logging import plot
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {field.name for field in dataclasses.fields(TextConfig)}
 
 

@@ -172,7 +172,7 @@ def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -
     save(tmp_path, 1)
     script = (
         "import os, sys; from pathlib import Path; import train.checkpoint.storage as s;"
-        " from tests.train import test_checkpoint as t;"
+        " from tests.train.checkpoint import test_run_state as t;"
         " s.fsync = lambda path: os._exit(9); t.save(Path(sys.argv[1]), 2)"
     )
     with tempfile.TemporaryDirectory() as elsewhere:
