@@ -1,4 +1,4 @@
-"""Who generates responses. Imports ``train.distributed``, ``train.errors`` and ``model.generate``.
+"""Who generates responses. Imports ``train.distributed``, ``train.errors`` and ``model.generation``.
 
 Read base.py. Each file imports only those before it:
 
