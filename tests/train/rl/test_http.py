@@ -590,7 +590,7 @@ def test_a_run_over_servers_is_stopped_in_the_middle_and_goes_on(make_rl, make_s
         with pytest.raises(Interrupted):
             rl.run(make_rl(*changes))
     config = make_rl(*changes)
-    path = max((config.run_dir / "rollout").glob("step-*"))
+    path = max((config.run_dir / "rollout").glob("step-*.pt"))
     begun = torch.load(path, weights_only=True)["rollout"]["samples"]
     assert any(sample["tokens"] and not sample["finish"] for sample in begun)
     servers[0].close()

@@ -82,14 +82,14 @@ def test_two_processes_take_the_step_of_one(
     one, two = weights(one), weights(two)
     for name, tensor in one.items():
         assert (two[name] - tensor).abs().max() < 1e-5, name
-    assert len(list((tmp_path / "two" / "rollout").iterdir())) == 2
+    assert len(list((tmp_path / "two" / "rollout").glob("*.pt"))) == 2
 
 
 def test_ahead_of_the_policy_a_stopped_run_goes_on_exactly(make_rl, two_processes, tmp_path: Path) -> None:
     """Rank 1 is in the middle of collecting when it is stopped; rank 0 hears of it at the end of its own."""
     two_processes("name=whole", *AHEAD)
     two_processes("name=split", *AHEAD, command=("-c", STOPPED), code=75)
-    begun = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "split" / "rollout").glob("step-*"))]
+    begun = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "split" / "rollout").glob("step-*.pt"))]
     assert any(sample["tokens"] for sample in begun[1]["rollout"]["running"]), "stopped in the middle"
     two_processes("name=split", *AHEAD)
     whole, split = (make_rl(f"name={name}", *AHEAD, "parallel.world_size=2") for name in ("whole", "split"))

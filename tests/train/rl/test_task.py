@@ -203,7 +203,7 @@ def test_a_run_stopped_while_responses_are_written_goes_on_exactly(make_rl, monk
         interrupt(patch, version=1, polls=2)
         with pytest.raises(Interrupted):
             rl.run(split)
-    (path,) = (split.run_dir / "rollout").glob("step-*")
+    (path,) = (split.run_dir / "rollout").glob("step-*.pt")
     state = torch.load(path, weights_only=True)
     running = state["rollout"]["running"]
     assert any(sample["tokens"] for sample in running), "responses were stopped in the middle"
@@ -283,7 +283,7 @@ def test_rollout_files_are_kept_as_long_as_their_checkpoints(make_rl) -> None:
 def test_a_damaged_rollout_file_is_named(make_rl) -> None:
     config = make_rl("name=damaged")
     rl.run(config)
-    path = max((config.run_dir / "rollout").iterdir())
+    path = max((config.run_dir / "rollout").glob("*.pt"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=f"{re.escape(str(path))} cannot be read.*delete both"):
         rl.run(make_rl("name=damaged", "task.tokens=9000"))
