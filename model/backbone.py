@@ -125,9 +125,10 @@ class Block(nn.Module):
 
 
 class BackboneOutput(NamedTuple):
-    """A pass over all blocks: hidden [T, d] after the final norm; what every block reports, except that attention
-    masses are summed by index source over the layers that use its selection; the streams entering each block if
-    requested (without gradients nothing else keeps them).
+    """A pass over all blocks: hidden [T, d] after the final norm, and what every block reports.
+
+    attention_mass: per index source, summed over the layers that use its selection. streams: entering each block, only
+    if requested (without gradients nothing else keeps them).
     """
 
     hidden: Tensor

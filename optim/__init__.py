@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optim.balance import load_statistics, update_router_bias_, update_router_biases_
+    from optim.balance import balance_step_, load_statistics, move_bias_
     from optim.clip import clip_, global_norm
     from optim.groups import Group, ParameterRow, Rule, assign, format_table
     from optim.optimizer import Optimizer
@@ -44,8 +44,8 @@ _HOME = {
     "format_table": "optim.groups",
     "global_norm": "optim.clip",
     "load_statistics": "optim.balance",
-    "update_router_bias_": "optim.balance",
-    "update_router_biases_": "optim.balance",
+    "move_bias_": "optim.balance",
+    "balance_step_": "optim.balance",
 }
 
 __all__ = [
@@ -64,8 +64,8 @@ __all__ = [
     "format_table",
     "global_norm",
     "load_statistics",
-    "update_router_bias_",
-    "update_router_biases_",
+    "move_bias_",
+    "balance_step_",
 ]
 
 

@@ -14,23 +14,23 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def update_router_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
+def move_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
     """bias += rate * sign(mean load - load) in place. `bias` fp32 [E]; `load` int64 [E], tokens routed to each expert.
 
     The sign is computed in integers, so an even load gives exactly 0; without tokens nothing moves. Raises ValueError
     if the shapes differ or `load` is not integer.
     """
-    _apply([bias], [load], rate)
+    _move_against_load([bias], [load], rate)
 
 
 @torch.no_grad()
-def update_router_biases_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: float) -> None:
-    """`update_router_bias_` for all layers at once: `buffers` holds (bias, bias_vl) per layer, `load` is int64 [layers,
+def balance_step_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: float) -> None:
+    """`move_bias_` for all layers at once: `buffers` holds (bias, bias_vl) per layer, `load` is int64 [layers,
     2, E] with text tokens first (they move bias) and image-span tokens second (they move bias_vl).
     """
     if load.dim() != 3 or load.shape[:2] != (len(buffers), 2):
         raise ValueError(f"load must be [layers={len(buffers)}, 2, experts], got {list(load.shape)}")
-    _apply([bias for pair in buffers for bias in pair], list(load.flatten(0, 1)), rate)
+    _move_against_load([bias for pair in buffers for bias in pair], list(load.flatten(0, 1)), rate)
 
 
 def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
     return share.amax(-1) * load.shape[-1], torch.special.entr(share).sum(-1)
 
 
-def _apply(biases: list[Tensor], loads: list[Tensor], rate: float) -> None:
+def _move_against_load(biases: list[Tensor], loads: list[Tensor], rate: float) -> None:
     for bias, load in zip(biases, loads, strict=True):
         if bias.shape != load.shape or bias.dim() != 1:
             raise ValueError(f"bias and load must both be [experts], got {list(bias.shape)} and {list(load.shape)}")

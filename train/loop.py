@@ -15,7 +15,7 @@ import torch
 from model import Losses
 from model.dspark import DraftLosses
 from model.no_wait import raise_faults
-from optim import clip_, update_router_biases_
+from optim import balance_step_, clip_
 from train.build import Batch, Run
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import TrainerState
@@ -75,11 +75,11 @@ def train_step(
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
-    update_router_biases(run, sums["expert_load"])
+    balance_routers(run, sums["expert_load"])
     return {"lr": lr, "grad_norm": norm, "num_tokens": denominators.num_tokens, **sums}
 
 
-def update_router_biases(run: Run, load: torch.Tensor) -> None:
+def balance_routers(run: Run, load: torch.Tensor) -> None:
     """Move each modality's biases by its own load (``separate``), both by the total (``shared``), or neither (``off``).
 
     ``load``: int64 [layers, 2, experts] of the whole step.
@@ -88,7 +88,7 @@ def update_router_biases(run: Run, load: torch.Tensor) -> None:
     if optim.router_bias_mode == "shared":
         load = load.sum(1, keepdim=True).expand_as(load)
     if optim.router_bias_mode != "off":
-        update_router_biases_(run.model.router_biases(), load, optim.router_bias_rate)
+        balance_step_(run.model.router_biases(), load, optim.router_bias_rate)
 
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:

@@ -2,8 +2,8 @@
 formulas.
 
 The plain loops launch some 1,300 small operations a layer. Here the coefficients take two kernels (three in the
-backward), collapse and expand one kernel each. The token axis is the last one of the coefficients' tiles, so that one
-thread holds all n x n numbers of a token and a Sinkhorn step needs only its registers.
+backward), collapse and expand one kernel each. Tokens are the last axis of the coefficients' tiles: one thread
+holds a token's whole n x n matrix, so a Sinkhorn step stays in its registers.
 """
 
 from typing import Any

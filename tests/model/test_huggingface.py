@@ -477,12 +477,12 @@ def test_micro_batches_of_the_whole_method_add_up(tiny, no_rounding) -> None:  #
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_router_biases_follow_the_load_of_a_step_counted_once(tiny, recompute: bool) -> None:
-    from optim import update_router_biases_
+    from optim import balance_step_
 
     ids = tokens(4, 24)
     losses, _ = whole_step(tiny.model, ids, ids)
     expected = [(bias.clone(), bias_vl.clone()) for bias, bias_vl in tiny.model.router_biases()]
-    update_router_biases_(expected, losses.expert_load, 1e-3)
+    balance_step_(expected, losses.expert_load, 1e-3)
     tiny.train()
     if recompute:
         tiny.gradient_checkpointing_enable()

@@ -25,7 +25,7 @@ def steps(run: Run, count: int) -> list[dict]:
 def test_shared_balance_moves_both_biases_by_the_whole_load(make_config) -> None:
     run = build(make_config("optim.router_bias_mode=shared", "optim.router_bias_rate=0.25"))
     load = torch.tensor([[4, 0, 0, 4], [0, 8, 1, 1]]).expand(len(run.model.router_biases()), 2, 4)
-    loop.update_router_biases(run, load)
+    loop.balance_routers(run, load)
     for text, image in run.model.router_biases():  # totals 4, 8, 1, 5; mean 4.5
         assert text.tolist() == image.tolist() == [0.25, -0.25, 0.25, -0.25]
 

@@ -127,7 +127,8 @@ Index = dict[str, Entry]
 
 
 def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Path, Index], None]) -> None:
-    """Write this process's pieces; all ranks call it together. What several ranks hold, one of them writes.
+    """Write this process's pieces; all ranks call it together. A piece held by several ranks is written by one of
+    them.
 
     ``finish(folder, index)`` runs on rank 0 once the tensors of all ranks are on disk, to add small files. Then the
     folder gets its name. If anything fails on any rank, nothing is left and all ranks raise.

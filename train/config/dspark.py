@@ -42,7 +42,10 @@ class DsparkConfig:
 
 
 def with_drafter(model: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in the released JSON shape with another drafter. Raises ValueError that names unknown keys."""
+    """The model configuration (released JSON layout) with its drafter keys replaced by `drafter`.
+
+    Raises ValueError that names unknown keys.
+    """
     if unknown := sorted(set(drafter) - set(SHAPE)):
         raise ValueError(f"no such key: {', '.join(unknown)}; known are {', '.join(SHAPE)}")
     text = {**model["text_config"], **drafter}

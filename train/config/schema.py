@@ -54,7 +54,8 @@ class TaskConfig:
         """(rows of a micro-batch, micro-batches in a step) of each of ``world_size`` processes.
 
         The processes share the step's micro-batches, then the rows of one: none runs more micro-batches, or more rows
-        in one, than a single process would. Without ``global_batch_rows`` there is one micro-batch to share.
+        in one, than a single process would. Without ``global_batch_rows`` there is one micro-batch to share. Example:
+        8 rows with ``micro_batch`` 1 on 4 processes are (1, 2); 2 rows with ``micro_batch`` 2 on 2 processes (1, 1).
         """
         count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
         shared = math.gcd(count, world_size)
@@ -179,7 +180,7 @@ class SmallTask:
 
 @dataclass(config=STRICT, frozen=True)
 class Conversion:
-    """``task=convert``: a checkpoint folder in another format. The sections of a training run are ignored."""
+    """``task=convert``: a checkpoint folder in another format. Sections used only in training are ignored."""
 
     task: SmallTask
     src: str  # a checkpoint folder

@@ -27,8 +27,8 @@ class Copy:
 
 
 class BaseModel:
-    """The reference policy that a model with a new adapter is: its own weights without the adapter. The router biases
-    move beside an adapter, so those of the start are kept.
+    """The reference policy of a model with a new adapter: its own weights without the adapter. Training an adapter also
+    moves the router biases, so their initial values are kept here.
     """
 
     def __init__(self, model: DeepseekV41):

@@ -69,8 +69,8 @@ class Runner:
         self.running: set[int] = set()  # process ids
 
     def run(self) -> dict[str, Any]:
-        """Train the runs that are missing and return their ``summarise``d numbers. An arm with a tuned setting first
-        chooses its value on the first seed.
+        """Train the runs that are missing and return their ``summarise``d numbers. An arm that tunes a
+        setting first tries each of its values on the first seed.
         """
         study = self.study
         first, rest = study.seeds[0], study.seeds[1:]

@@ -1,4 +1,4 @@
-"""A model to ask: its weights, its tokenizer, and its answers as text."""
+"""Loads a model and its tokenizer, and answers prompts as text."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def run(config: Config) -> None:
 
 
 def report(config: Config, reports: dict[str, SplitReport]) -> Iterator[str]:
-    """The lines that are printed."""
+    """The report of ``task=check``, line by line."""
     task = config.task
     yield f"data.source={config.data.source} data.paths={config.data.paths}, rows of {task.seq_len} tokens"
     yield from _table(reports)
