@@ -73,6 +73,6 @@ def _write_data(folder: Path) -> None:
     for name in ("chats.jsonl", "runs/rl-demo/chats.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(chats, encoding="utf-8")
-    for name in ("my.jsonl", "math.jsonl", "code.jsonl"):
+    for name in ("my.jsonl", "math.jsonl", "code.jsonl", "prompts.jsonl"):
         (folder / name).write_text(json.dumps({"prompt": "2 plus 3?", "sum": "5"}) + "\n", encoding="utf-8")
     (folder / "my.py").write_text(REWARD, encoding="utf-8")

@@ -38,8 +38,9 @@ RL = [
     "rl.ahead=0",
 ]
 COMMANDS = [(" ".join(words), overrides) for words in all_commands() if (overrides := overrides_of(words)) is not None]
-# Servers stand in tests/train/rl/test_http.py, data sets of the hub in tests/data/test_sources.py.
-NEEDS_MORE = ("rollout=sglang", "rollout=vllm", "data.source=hub")
+# Servers stand in tests/train/rl/test_http.py, data sets of the hub in tests/data/test_sources.py, mixtures in
+# tests/data/test_mixture.py.
+NEEDS_MORE = ("rollout=sglang", "rollout=vllm", "data.source=hub", "data.mixture=")
 
 
 def test_snippets(workplace: Path, monkeypatch: pytest.MonkeyPatch):
@@ -51,7 +52,7 @@ def test_snippets(workplace: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("command, overrides", COMMANDS, ids=[command[:90] for command, _ in COMMANDS])
 def test_command(command: str, overrides: list[str], workplace: Path, tmp_path: Path):
     """As the command line runs it: exit code 0, and the last lines of a finished run."""
-    if any(word in overrides for word in NEEDS_MORE) or command.startswith("sbatch"):
+    if any(word.startswith(NEEDS_MORE) for word in overrides) or command.startswith("sbatch"):
         pytest.skip("needs inference servers, a hub or a Slurm; composed in test_docs.py")
     for item in workplace.iterdir():
         if item.name == "runs":
@@ -73,6 +74,7 @@ def train(folder: Path, overrides: list[str], processes: int = 1) -> str:
         [sys.executable, *(launcher if processes > 1 else []), "-m", "train", *overrides, *_sizes(overrides)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
@@ -92,12 +94,12 @@ def _task(overrides: list[str]) -> str:
 def _sizes(overrides: list[str]) -> list[str]:
     """What makes the run of a command tiny without changing what it shows."""
     task, started = _task(overrides), any(word.startswith("init_from=") for word in overrides)
-    if task in ("convert", "merge", "plan") or any(word.startswith("--") for word in overrides):
+    if task in ("convert", "merge", "plan", "chat", "generate") or any(word.startswith("--") for word in overrides):
         return []
     extra = [*TINY, *SMALL_RUN]
     if task in ("rl", "distill"):
         return [*extra, *[word for word in RL if task == "rl" or not word.startswith("rl.ahead")]]
-    ranks = 2 if "parallel=ep2" in overrides else 1
+    ranks = next((int(word[-1]) for word in overrides if word.startswith("parallel=ep")), 1)
     extra += [f"task.global_batch_rows={2 * ranks}", f"task.sample_tokens={0 if task == 'dspark' else 4}"]
     if task == "sft":
         return [*extra, "task.seq_len=64", "data.validation_share=0.2"]

@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
         (["task=rl", "rl.samples=[1,2,3,4]", "parallel.world_size=3"], "rl.samples"),
         (["model.text_config.kv_source_layer_ids=[1,2,3]"], "kv_source_layer_ids"),
         (["lora=all", "optim=report"], "an adapter is trained by AdamW"),
-        (["data=chat"], "data.paths has no value yet"),
+        (["data=chat"], "data.paths=[]: must name at least one file"),
         (["data.paths=[{a]"], "cannot be read"),
     ],
 )
