@@ -12,7 +12,7 @@ from train.config.compose import CONF_DIR, open_overrides  # noqa: E402
 from train.config.parse import parse  # noqa: E402
 from train.config.problems import ConfigError  # noqa: E402
 
-BROUGHT = ("init_from = ", "data.paths has no value yet")  # what the user names, or an earlier run makes
+BROUGHT = ("init_from = ", "data.paths=[]: must name")  # what the user names, or an earlier run makes
 
 checked = 0
 for file in sorted((CONF_DIR / "experiment").glob("*.yaml")):
