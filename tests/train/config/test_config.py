@@ -407,12 +407,17 @@ def places(tree: object, path: tuple = ()) -> Iterator[tuple]:
     "choices",
     [
         ("experiment=demo",),
-        ("experiment=vision_base",),
-        ("task=rl", "rollout=sglang"),
-        ("task=dspark",),
-        ("task=check", "data=chat"),
-        ("task=convert",),
         ("task=merge",),
+        *(
+            pytest.param(choices, marks=pytest.mark.slow)
+            for choices in (
+                ("experiment=vision_base",),
+                ("task=rl", "rollout=sglang"),
+                ("task=dspark",),
+                ("task=check", "data=chat"),
+                ("task=convert",),
+            )
+        ),
     ],
     ids=" ".join,
 )

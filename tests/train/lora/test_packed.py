@@ -71,6 +71,7 @@ def test_only_what_is_frozen_and_stored_so_stays_packed(make, make_config) -> No
     assert not holds_packed(build(make("lora.targets=[]")).model), "full fine-tuning trains values"
 
 
+@pytest.mark.slow
 def test_a_run_on_packed_weights_is_continued(make) -> None:
     for tokens in (600, 1200):
         pretrain.run(make("name=split", f"task.tokens={tokens}", "checkpoint.every=1"))

@@ -271,6 +271,7 @@ def test_a_run_of_a_drafter_is_no_origin(make) -> None:
 # --- what it is worth
 
 
+@pytest.mark.slow
 def test_the_study_of_a_finished_run(make, capsys) -> None:
     """Accepted lengths of three drafters and speeds; the Markov head alone is nothing but that."""
     config = make("name=drafter", "task.tokens=2000", "optim.schedule.peak=1.0e-2")
