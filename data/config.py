@@ -14,7 +14,7 @@ MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
 
 @dataclass(frozen=True)
 class SourceKind:
-    """What the settings and `build_loaders` need to know about a kind of source before it is opened.
+    """Facts about one kind of source, known before any source is opened.
 
     Attributes:
         opener: "module:function" of the function in `data/open.py` that opens it. It is given by name because it needs

@@ -248,8 +248,8 @@ class HubDataset(_Records):
 def pretokenised(record: Any, file: str, line: int, masked: bool = False) -> Document:
     """The document of a record of `input_ids`.
 
-    masked: take from `labels` (-100: not a target) or a mask which tokens are targets; otherwise a record that leaves
-    some out is refused.
+    masked: read from `labels` (-100: not a target) or from a mask which tokens are targets. If False, a record with a
+    token that is not a target is refused.
     """
     ids = _numbers(record, "input_ids", file, line)
     supervised = np.ones(len(ids), np.bool_)

@@ -1,8 +1,8 @@
 """Checkpoints in the released layout: names, quantised and plain folders, conversion and merging.
 
-Released -> ours -> released gives back the bytes of every quantised weight that was not changed. The values alone do
-not determine the scales they were stored with (see `quantize.pack`), so these are kept: in `model.released_scales`,
-and in plain folders beside the weights (`names.SCALES`).
+A quantised weight that was loaded and not changed is saved with the same bytes. Its values alone do not determine its
+scales (see `quantize.pack`), so the scales are kept: in `model.released_scales`, and in a plain folder in a file beside
+the weights (`names.SCALES`).
 
 Imports any file of model but the packed cache and generation. Each file imports only those before it:
 

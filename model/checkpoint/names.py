@@ -80,7 +80,7 @@ class TensorShard(NamedTuple):
         return slice(self.start, self.start + (0 if self.tensor is None else len(self.tensor)))
 
     def written_by(self, ranks: RankGroup) -> bool:
-        """Whether this one of the processes that hold the rows is to write them."""
+        """Whether this process writes the rows: of several that hold the same rows, exactly one does."""
         if self.tensor is None:
             return False
         others = ranks.size // self.copies.size

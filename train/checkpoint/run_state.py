@@ -297,8 +297,8 @@ def _rows(tensor: Tensor, shard: Shard) -> ShardedTensor:
 
 
 def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """Of what several ranks hold alike, the part that this rank writes; the background copies nothing more. Ranks that
-    split a tensor are consecutive, and a set of them writes all of its parts or none.
+    """The tensors that this rank writes: each tensor held by several ranks is assigned to one of them. Ranks that split
+    a tensor are consecutive, and such a set writes all parts of the tensor or none.
     """
     share: dict[str, ShardedTensor] = {}
     for number in {spread.parts for spread in tensors.values()}:

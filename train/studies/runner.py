@@ -203,7 +203,7 @@ class Runner:
 
 
 def run_name(changed: list[tuple[str, Any, Any]], seed: int) -> str:
-    """A run's directory name, made of the settings that differ from its experiment and its seed."""
+    """The directory name of a run: its seed, and every setting that differs from the experiment."""
     parts = [f"{key.split('.')[-1]}-{new}" for key, _, new in changed if key != "seed"]
     return as_name([*(parts or ["base"]), f"seed{seed}"])
 

@@ -233,7 +233,7 @@ class Servers:
         self._refuse(server, status, said, _seconds(response.headers.get("Retry-After")))
 
     def _event(self, server: Server, data: bytes) -> dict[str, Any]:
-        """The content of an event; errors that arrive after the status are raised."""
+        """The decoded event. Raises for an error that the server reports inside the stream, after status 200."""
         try:
             event = json.loads(data)
         except ValueError:
