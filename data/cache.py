@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data.errors import DataError
+from data.errors import DataError, naming
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with _naming(path):
+        with naming(path):
             yield temporary
         os.replace(temporary, path)
     finally:
@@ -56,19 +56,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with _naming(path):
+        with naming(path):
             yield temporary
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """An error of writing to an open file does not say which one it is: "No space left on device" alone."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise

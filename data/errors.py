@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -52,3 +55,14 @@ class BadRecordPolicy:
         if not counter[error.reason]:
             log.warning("%s %s (more of the same are only counted)", action, error)
         counter[error.reason] += 1
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Around writing to an open file, whose errors do not say which one it is: "No space left on device" alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -175,7 +175,7 @@ def check_size(config: Config, device: torch.device) -> None:
         ConfigError: with what it needs and what there is.
     """
     model, layout = ModelConfig.from_dict(config.model), config.parallel
-    frozen = config.lora.on or config.dspark is not None
+    frozen = config.frozen_base
     needed = least_parameters(model, layout.expert_parallel, layout.table_shards) * (0.5 if frozen else 8)
     if device.type == "cuda":
         present, where = torch.cuda.get_device_properties(device).total_memory, "GPU"
@@ -190,7 +190,7 @@ def check_size(config: Config, device: torch.device) -> None:
 
 def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:
     """The model with fresh weights. If it stays frozen below an adapter or a drafter, its memory is only allocated."""
-    if not (config.lora.on or config.dspark is not None):
+    if not config.frozen_base:
         return build_model(
             model_config,
             runtime=config.runtime,

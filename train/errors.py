@@ -30,17 +30,6 @@ def user_errors() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Around writing to an open file, whose errors do not say which one it is: "No space left on device" alone."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the step was not applied."""
 

@@ -105,8 +105,7 @@ def only_process_in(directory: Path) -> Iterator[None]:
 
 def begin(run: Run) -> TrainerState:
     """The state before the first step; the weights come from ``init_from`` if that is set."""
-    built_on = run.config.lora.on or run.config.dspark is not None  # `build` has loaded them in this case
-    if run.config.init_from is not None and not built_on:
+    if run.config.init_from is not None and not run.config.frozen_base:  # else `build` has loaded them
         run.notes.append(f"weights: {load_pretrained_weights(run.model, run.config.init_from)}")
     return TrainerState()
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.errors import naming
 from model import ModelConfig
 from model.build import allocate_model
 from model.checkpoint.names import allocate_scales, released_names, released_tensors, scale_parts
@@ -38,7 +39,6 @@ from optim.ownership import assign_owners
 from train.checkpoint import storage
 from train.checkpoint.background import Background
 from train.checkpoint.storage import CheckpointError, Index, ShardedTensor
-from train.errors import naming
 
 log = logging.getLogger(__name__)
 

@@ -165,6 +165,11 @@ class Config:
         return Path(self.output) / self.name
 
     @property
+    def frozen_base(self) -> bool:
+        """Whether the weights of ``init_from`` stay as they are, below an adapter or a drafter."""
+        return self.lora.on or self.dspark is not None
+
+    @property
     def initial_checkpoint(self) -> str:
         """``init_from``, where the task or the method needs one."""
         assert self.init_from is not None

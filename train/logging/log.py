@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from data.errors import naming
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
-from train.errors import naming
 from train.logging import wandb
 from train.logging.plot import Panel, Series, available, draw
 from train.logging.text import visible

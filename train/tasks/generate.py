@@ -11,12 +11,12 @@ import torch
 from rich.progress import Progress
 
 from data import DataError
-from data.errors import BadRecordPolicy
+from data.errors import BadRecordPolicy, naming
 from data.files import content_hash
 from data.records import read_records
 from model.generation import Generator
 from train.config.schema import Generation
-from train.errors import InputError, naming, user_errors
+from train.errors import InputError, user_errors
 from train.tasks.asked import Model, conversation_ids, open_model, request, texts
 
 MAY_CHANGE = ("batch", "device", "prompts", "dst", "task")  # of the settings, while a file is being written

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.cache import atomic_folder
+from data.errors import naming
 from model import ModelConfig
 from optim import Optimizer, Rule, assign
 from tests.python_server import Program
@@ -26,7 +27,6 @@ from train.checkpoint import run_state, storage
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import TrainerState
 from train.checkpoint.storage import CheckpointError
-from train.errors import naming
 
 CONFIG = {"text_config": {"hidden_size": 3, "ids": [1, 2]}}
 
