@@ -1,17 +1,17 @@
-"""The report's optimisation, independent of any model: rules in, one optimizer out.
+"""Optimizer, learning-rate schedule and router balancing of the V4.1 report; independent of the model.
 
-Read groups.py and optimizer.py first. Nothing here imports `train`, `model` or `data`; each file imports only those
-before it:
+Read groups.py and optimizer.py first. This package does not import `train`, `model` or `data`. Each file imports only
+files listed before it:
 
-    check                      refusals of settings
-    schedule, settings         what a run can set; no torch
-    groups                     which parameter is updated how
-    ownership                  which process updates it
-    adamw, muon, sinkhorn      the methods
-    optimizer                  the step
-    clip, balance              the gradient norm; the router biases
+    check:                     checks that settings are valid.
+    schedule, settings:        the settings of the learning rate and the methods; they import no torch.
+    groups:                    which method updates which parameter.
+    ownership:                 which process updates a parameter.
+    adamw, muon, sinkhorn:     the three update methods.
+    optimizer:                 the optimizer step.
+    clip, balance:             gradient clipping; updates of the router biases.
 
-What is exported here is imported when it is first asked for, so that reading settings loads no torch.
+The names that the package exports are imported lazily, so that reading settings does not load torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Load balancing without an auxiliary loss: router biases are moved against the load (V4.1 report, arXiv 2609.19969,
-load balancing).
+"""MoE load balancing without an auxiliary loss: after every step the router bias of an overloaded expert is lowered,
+and that of an underloaded expert is raised (V4.1 report, arXiv 2609.19969, load balancing).
 
-Called once per optimizer step, with counts summed over all ranks and micro-batches. The biases are buffers, not
-parameters.
+The functions are called once per optimizer step, with token counts summed over all ranks and micro-batches. The router
+biases are buffers, not parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 @torch.no_grad()
 def move_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
-    """bias += rate * sign(mean load - load) in place. `bias` fp32 [E]; `load` int64 [E], tokens routed to each expert.
+    """Update a router bias in place: bias += rate * sign(mean load - load). `bias` fp32 [E]; `load` int64 [E], tokens
+    routed to each expert.
 
-    The sign is computed in integers, so an even load gives exactly 0; without tokens nothing moves. Raises ValueError
-    if the shapes differ or `load` is not integer.
+    The sign is computed in integers, so an expert with exactly the mean load keeps its bias; if no token was routed, no
+    bias changes. Raises ValueError if the shapes differ or `load` is not integer.
     """
     _move_against_load([bias], [load], rate)
 
@@ -34,10 +35,10 @@ def balance_step_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: 
 
 
 def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
-    """How even a load [..., E] is: max/mean (1: even, E: one expert only) and entropy in nats (ln E: even), both fp64
-    [...].
+    """How evenly tokens are spread over experts, for token counts `load` [..., E]: max/mean (1 if even, E if one expert
+    gets all tokens) and entropy in nats (ln E if even), both fp64 [...].
 
-    Both are NaN where `load` has no token.
+    Both statistics are NaN where `load` counts no token.
     """
     share = load.double() / load.sum(-1, keepdim=True)
     return share.amax(-1) * load.shape[-1], torch.special.entr(share).sum(-1)

@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping, without waiting for the device."""
+"""Global gradient norm and gradient clipping, without host-device synchronisation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NOT_SPLIT: Mapping[Tensor, RankGroupLike] = {}
 
 @torch.no_grad()
 def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
-    """Euclidean norm of all gradients together, 0-d fp32. A parameter listed twice counts once; parameters without a
-    gradient are skipped.
+    """Euclidean norm of all gradients together, as a 0-d fp32 tensor. A parameter listed twice counts once; parameters
+    without a gradient are skipped.
 
-    `parts` names, for each parameter that is split over processes, the processes that hold it; they must call this
-    together.
+    `parts` maps each parameter that is split over processes to the group of processes that hold it; all processes of a
+    group must call this function together.
     """
     return _norm(_with_gradients(params), parts)
 
@@ -27,13 +27,13 @@ def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] 
 @torch.no_grad()
 def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
     """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before scaling,
-    0-d fp32, the same on all processes.
+    a 0-d fp32 tensor with the same value on all processes.
 
-    Gradients within the limit keep their bits. If the returned norm is not finite, the gradients are unusable: do not
-    take the step. Raises ValueError if `max_norm` is not positive.
+    If the norm is within the limit, the gradients are unchanged bit for bit. If the returned norm is not finite, the
+    gradients are unusable: skip the optimizer step. Raises ValueError if `max_norm` is not positive.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, got {max_norm!r}; to switch clipping off, do not call it")
+        raise ValueError(f"max_norm must be above 0, got {max_norm!r}; to disable clipping, do not call clip_")
     trained = _with_gradients(params)
     norm = _norm(trained, parts)
     if trained:
@@ -52,7 +52,9 @@ def _grad(param: Tensor) -> Tensor:
 
 
 def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
-    """Unsplit parameters count once, of split ones every part."""
+    """The global norm: a parameter that is not split counts once, and of a split parameter the parts on all processes
+    count.
+    """
     unsplit = [_grad(p) for p in params if p not in parts]
     norms = [_norm_of(unsplit)] if unsplit else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():

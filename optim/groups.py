@@ -1,4 +1,4 @@
-"""Parameter groups by ordered name rules, and the table that shows what each parameter gets.
+"""Sorts parameters into optimizer groups by rules on their names, and prints a table of each parameter's settings.
 
 `assign` takes a list of `Rule`s; the first rule whose pattern matches a parameter's whole name decides how it is
 trained. A parameter that no rule matches is an error, and so is a rule that matches no parameter.
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
 Method = Literal["muon", "sinkhorn", "adamw"]
 Blocks = tuple[tuple[int, int], ...]
 METHODS = ("muon", "sinkhorn", "adamw")
-MAIN = "main"  # the schedule of every group that simply follows the learning rate
+MAIN = "main"  # the schedule of every group that uses the base learning rate unchanged
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How parameters are trained whose whole name matches `pattern`.
+    """The optimizer method and settings of all parameters whose name matches a pattern.
 
     Attributes:
-        pattern: regular expression, matched against the whole name (`re.fullmatch`).
+        pattern: regular expression that must match the parameter's whole name (`re.fullmatch`).
         method: "muon" (2-D or 3-D weights), "sinkhorn" (2-D tables) or "adamw" (anything).
-        blocks: Muon only, 2-D only: how the rows are split into logical matrices, from the top, as (count, rows) pairs;
-            `((64, 512),)` is 64 heads of 512 rows. None: the whole matrix. A 3-D weight [E, m, n] is always E matrices.
+        blocks: only for Muon and 2-D weights: how the rows are split into separately orthogonalised matrices, from the
+            top, as (count, rows) pairs; `((64, 512),)` is 64 heads of 512 rows. None means the whole matrix. A 3-D
+            weight [E, m, n] is always treated as E matrices.
         lr_factor: constant factor of the learning rate.
-        weight_decay: decoupled; a step multiplies the weight by 1 - lr * weight_decay.
-        schedule: name of the time-dependent factor that the group follows (see `Optimizer.set_lr`); "main" has none.
-        optional: the rule may match nothing.
+        weight_decay: decoupled weight decay; a step multiplies the weight by 1 - lr * weight_decay.
+        schedule: name of the time-dependent factor of the group's learning rate (see `Optimizer.set_lr`); for "main"
+            the factor is always 1.
+        optional: whether the rule may match no parameter at all; otherwise that is an error.
     """
 
     pattern: str
@@ -47,7 +49,7 @@ class Rule:
 
 @dataclass
 class Group:
-    """Parameters with the same method and numbers; `names`, `params` and `blocks` are parallel lists."""
+    """A group of parameters with the same method and settings; `names`, `params` and `blocks` are parallel lists."""
 
     method: Method
     lr_factor: float
@@ -59,7 +61,7 @@ class Group:
 
 
 class ParameterRow(NamedTuple):
-    """One parameter in the printed table."""
+    """The row of one parameter in the printed table."""
 
     parameter: str
     method: str
@@ -71,11 +73,11 @@ class ParameterRow(NamedTuple):
 
 
 def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence[Rule]) -> list[Group]:
-    """Sort parameters into groups; the first matching rule wins.
+    """Sort parameters into groups; the first rule that matches a parameter's name applies to it.
 
-    Parameters that require no gradient are assigned too (they may be unfrozen later); a step skips those without a
-    gradient. Raises ValueError with every problem: parameters without a rule, rules without a parameter, duplicate
-    names, rules whose method, blocks or numbers do not fit the parameter.
+    Parameters that require no gradient are sorted too, because they may be unfrozen later; an optimizer step skips
+    parameters without a gradient. Raises ValueError that lists every problem: parameters that no rule matches, rules
+    that match no parameter, duplicate names, and rules whose method, blocks or settings do not fit the parameter.
     """
     problems = [f"rule {rule.pattern!r}: {problem}" for rule in rules for problem in _rule_problems(rule)]
     patterns = [_compile(rule.pattern, problems) for rule in rules]
@@ -87,12 +89,14 @@ def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence
         if name in names:
             problems.append(f"parameter {name}: the name occurs twice")
         if id(parameter) in owners:
-            problems.append(f"parameter {name}: is the same tensor as {owners[id(parameter)]}; name it once")
+            problems.append(
+                f"parameter {name}: is the same tensor as {owners[id(parameter)]}; list the tensor only once"
+            )
         names.add(name)
         owners[id(parameter)] = name
         index = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
         if index is None:
-            problems.append(f"parameter {name} {_shape_text(parameter.shape)}: no rule names it")
+            problems.append(f"parameter {name} {_shape_text(parameter.shape)}: no rule matches its name")
             continue
         used.add(index)
         rule = rules[index]
@@ -113,7 +117,7 @@ def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence
 
 
 def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
-    """The logical matrices of a Muon weight as text: "64 x [512, 1280]"."""
+    """The number and shape of the matrices that Muon orthogonalises in a weight, as text like "64 x [512, 1280]"."""
     if len(shape) == 3:
         return f"{shape[0]} x [{shape[1]}, {shape[2]}]"
     if blocks is None:
@@ -122,9 +126,9 @@ def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
 
 
 def format_table(rows: Sequence[ParameterRow]) -> str:
-    """`rows` as an aligned table; the last line counts parameters.
+    """`rows` as an aligned text table whose last line gives the number of parameters.
 
-    Names that differ only in the layer number share a line if all else is equal: `layers.{0-39}.attn.wq_a.weight`.
+    Parameters that differ only in their layer number share a line, such as `layers.{0-39}.attn.wq_a.weight`.
     """
     folded: dict[tuple, list[int | None]] = {}
     for row in rows:
@@ -153,7 +157,7 @@ def _rule_problems(rule: Rule) -> list[str]:
     if rule.method not in METHODS:
         problems.append(f"method must be one of {', '.join(METHODS)}, got {rule.method!r}")
     if rule.blocks is not None and rule.method != "muon":
-        problems.append(f"blocks belong to muon, got them with {rule.method!r}")
+        problems.append(f"blocks are allowed only with method muon, got them with {rule.method!r}")
     if rule.blocks is not None and not all(count > 0 and rows > 0 for count, rows in rule.blocks):
         problems.append(f"blocks must be (count, rows) pairs of positive integers, got {rule.blocks!r}")
     if not rule.lr_factor > 0:
@@ -161,7 +165,7 @@ def _rule_problems(rule: Rule) -> list[str]:
     if not rule.weight_decay >= 0:
         problems.append(f"weight_decay must be at least 0, got {rule.weight_decay!r}")
     if rule.method == "sinkhorn" and rule.weight_decay:
-        problems.append(f"sinkhorn has no weight decay, got {rule.weight_decay!r}")
+        problems.append(f"weight_decay must be 0 with method sinkhorn, got {rule.weight_decay!r}")
     return problems
 
 
@@ -179,13 +183,13 @@ def _fit_problems(rule: Rule, shape: Sequence[int]) -> list[str]:
 
 
 def _split_number(name: str) -> tuple[str, int | None, str]:
-    """A name split at its first number between dots: ("layers.", 3, ".attn.wq_a.weight")."""
+    """A parameter name split at its first layer number: ("layers.", 3, ".attn.wq_a.weight")."""
     match = re.search(r"(?<=\.)\d+(?=\.)", name)
     return (name[: match.start()], int(match.group()), name[match.end() :]) if match else (name, None, "")
 
 
 def _ranges(numbers: Sequence[int | None]) -> str:
-    """Ascending numbers as text: "3", "{0-2,5}"; empty for a name without a number."""
+    """Ascending layer numbers as text, such as "3" or "{0-2,5}"; an empty string for a name without a number."""
     runs: list[list[int]] = []
     for number in sorted(n for n in numbers if n is not None):
         if runs and number == runs[-1][1] + 1:

@@ -1,11 +1,11 @@
-"""Muon: momentum, then the polar factor of every logical matrix by a hybrid Newton-Schulz iteration.
+"""The Muon optimizer: the momentum of every logical matrix is orthogonalised by a hybrid Newton-Schulz iteration.
 
-V4.1 report (arXiv 2609.19969), optimisation. A logical matrix is what the network applies as one linear map: an
-attention head's rows of wq_b, one expert's w1, one group of wo_a, or a whole weight. Each is orthogonalised alone. The
-step gathers the logical matrices of all parameters by shape (tall ones transposed), so that it runs a few large batched
-products instead of many small ones.
+Source: V4.1 report (arXiv 2609.19969), section on optimisation. A logical matrix is what the network applies as one
+linear map: an attention head's rows of wq_b, one expert's w1, one group of wo_a, or a whole weight. Each logical matrix
+is orthogonalised separately. The step gathers the logical matrices of all parameters by shape (tall ones transposed),
+so that it runs a few large batched products instead of many small ones.
 
-Shapes: b matrices in a batch, m <= n after transposition.
+In the shapes below, b is the number of matrices in a batch and m <= n are their sizes after transposition.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from .groups import Blocks
 from .settings import MuonSettings
 
-# x -> a x + b x^3 + c x^5 on the singular values. Eight steps with a steep polynomial bring (0, 1] near 1 (it
-# multiplies small values by 3.44 and settles in [0.68, 1.21]); two with a polynomial whose value and slope at 1 are 1
-# and 0 close the gap quadratically.
+# The (a, b, c) of every iteration step, which maps each singular value x to a x + b x^3 + c x^5. Eight steps with a
+# steep polynomial bring singular values from (0, 1] close to 1 (it multiplies small values by 3.44; the results lie in
+# [0.68, 1.21]). Two steps with a polynomial that has value 1 and slope 0 at x = 1 then converge to 1 quadratically.
 COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 
 # The steep steps multiply a rounding error made in step k by up to 3.4445^(8-k). With every step in fp32 the result
@@ -31,14 +31,14 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 # stays below 3e-4.
 FP64_STEPS = 3
 
-# Elements gathered into one batch, which bounds the step's temporary memory (about six fp32 copies of a batch). On a
-# GPU a batch of this size fills the device. On a CPU, batching stops helping small matrices well before the batch
-# outgrows the cache, and never helps large ones.
+# The number of elements gathered into one batch, which bounds the step's temporary memory (about six fp32 copies of a
+# batch). On a GPU a batch of this size fills the device. On a CPU, batching stops helping small matrices well before
+# the batch outgrows the cache, and never helps large ones.
 BATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 class _Piece(NamedTuple):
-    """Logical matrices of equal size, next to each other along the first axis of a parameter."""
+    """A run of logical matrices of equal size that are adjacent along the first axis of one parameter."""
 
     parameter: int  # position in the step's parameter list
     start: int  # first row of a 2-D parameter, first matrix of a 3-D one
@@ -47,9 +47,7 @@ class _Piece(NamedTuple):
     columns: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View [count, m, n], m <= n, of the piece in a tensor of the parameter's shape; writing to it writes the
-        tensor.
-        """
+        """A view [count, m, n] with m <= n of this piece's matrices in a tensor of the parameter's shape."""
         if tensor.dim() == 2:
             tensor = tensor.narrow(0, self.start, self.number * self.rows).unflatten(0, (self.number, self.rows))
         else:
@@ -68,10 +66,10 @@ def muon_step(
     weight_decay: float,
     settings: MuonSettings,
 ) -> None:
-    """One Muon step in place on `params` and `momenta` (fp32, shapes of the parameters).
+    """One Muon step that updates `params` and `momenta` (fp32, of the parameters' shapes) in place.
 
-    M = mu*M + G;  G' = mu*M + G (Nesterov);  W = W*(1 - lr*wd) - lr * update_rms * sqrt(max(m, n)) * polar(G') per
-    logical matrix.
+    For each logical matrix, the update is M = mu*M + G, then G' = mu*M + G (Nesterov), then
+    W = W*(1 - lr*wd) - lr * update_rms * sqrt(max(m, n)) * polar(G').
     """
     mu = settings.momentum
     torch._foreach_mul_(momenta, mu)
@@ -88,19 +86,20 @@ def muon_step(
 
 
 def orthogonalize(matrices: Tensor, *, bf16: bool | None = None) -> Tensor:
-    """Approximate polar factors of a batch of fp32 matrices [..., m, n] by the hybrid Newton-Schulz iteration.
+    """Orthogonalise a batch of fp32 matrices [..., m, n]: their approximate polar factors, by Newton-Schulz iteration.
 
-    Scale-free: any finite input, subnormal or near overflow, gives the same result as its multiples; a zero matrix
-    gives zero. On CPU (or bf16=False) computes in fp32 with the first steps in fp64, returns fp32. On GPU (or
-    bf16=True) computes and returns bf16. Singular values of the result, measured up to condition 100: [1.000, 1.001] in
-    fp32, [0.996, 1.007] in bf16; directions more than about 10^4 below the Frobenius norm are not fully raised to 1.
+    The result does not depend on the scale of the input, even if it is subnormal or close to overflow; a zero matrix
+    gives zero. On a CPU (or with bf16=False) the iteration runs in fp32, its first steps in fp64, and returns fp32. On
+    a GPU (or with bf16=True) it runs in bf16 and returns bf16. Up to condition number 100, the measured singular values
+    of the result are in [1.000, 1.001] in fp32 and in [0.996, 1.007] in bf16. Singular values more than about 10^4
+    times smaller than the Frobenius norm do not fully reach 1.
     """
     if bf16 is None:
         bf16 = matrices.is_cuda
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    # Squares of 1e-30 vanish in fp32: dividing by the largest entry first keeps the norm exact there. In fp64 nothing
-    # vanishes.
+    # In fp32 the square of 1e-30 underflows to 0, so the matrix is divided by its largest entry before the norm is
+    # computed. In fp64 the squares of fp32 numbers do not underflow.
     x = x.float() / _nonzero(x.abs().amax((-2, -1), keepdim=True)) if bf16 else x.double()
     x = x / _nonzero(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
     shape = x.shape
@@ -136,7 +135,9 @@ def muon_reference(
     weight_decay: float,
     settings: MuonSettings,
 ) -> tuple[Tensor, Tensor]:
-    """One Muon step of one parameter, matrix by matrix: the new (weight, momentum), in the inputs' dtype."""
+    """Reference for one Muon step of one parameter, computed matrix by matrix; returns the new (weight, momentum) in
+    the dtype of the inputs.
+    """
     momentum = settings.momentum * momentum + grad
     nesterov = settings.momentum * momentum + grad
     if weight.dim() == 3:
@@ -150,8 +151,8 @@ def muon_reference(
 
 
 def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Iterator[list[_Piece]]:
-    """Pieces of all parameters, grouped by device and logical shape (ignoring orientation), at most BATCH_ELEMENTS in a
-    group.
+    """The logical matrices of all parameters, batched by device and shape (a matrix and its transpose count as the same
+    shape), with at most BATCH_ELEMENTS elements in a batch.
     """
     buckets: dict[tuple, list[_Piece]] = defaultdict(list)
     for index, (param, split) in enumerate(zip(params, blocks, strict=True)):
@@ -172,7 +173,9 @@ def _batches(params: Sequence[Tensor], blocks: Sequence[Blocks | None]) -> Itera
 
 
 def _pieces(index: int, shape: Sequence[int], split: Blocks | None, most: int) -> Iterator[_Piece]:
-    """One parameter's logical matrices; adjacent ones of equal size are grouped, up to `most` elements."""
+    """The logical matrices of one parameter; adjacent matrices of equal size form one piece, of at most `most`
+    elements.
+    """
     *stacked, rows, columns = shape
     spans = ((stacked[0], rows),) if stacked else split or ((1, rows),)
     start = 0
@@ -185,5 +188,5 @@ def _pieces(index: int, shape: Sequence[int], split: Blocks | None, most: int) -
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    """Divisor that leaves an all-zero matrix zero."""
+    """`x` with zeros replaced by a positive divisor, so that dividing an all-zero matrix by it gives zero."""
     return torch.where(x > 0, x, 1.0)

@@ -1,4 +1,4 @@
-"""The one optimizer of a run: Muon, Sinkhorn-balanced momentum and AdamW, each on the parameters its rules name."""
+"""The optimizer of a run: Muon, Sinkhorn-balanced momentum or AdamW for each parameter, as its rule says."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from .settings import Settings
 from .sinkhorn import not_split, sinkhorn_step
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
-SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}  # along the first axis
-BROADCAST_ELEMENTS = 1 << 25  # updated weights sent in one message, which needs a copy of them
+# (method, number of axes) of the parameters that may be split over processes, along their first axis.
+SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}
+BROADCAST_ELEMENTS = 1 << 25  # elements of updated weights in one broadcast message, which needs a copy of them
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Three methods behind the interface of `torch.optim`.
+    """A `torch.optim` optimizer that uses Muon, Sinkhorn-balanced momentum or AdamW for each parameter group.
 
-    The learning rate is 0 until `set_lr` is called. State is always fp32 and is created at a parameter's first step.
-    Parameters without a gradient and frozen groups are skipped. Weights are updated in their own dtype, so train with
-    fp32 (master) weights: in bf16 most updates are below half a unit in the last place. Matrices must be whole in each
-    process; a wrapper that flattens or slices parameters is refused at the step.
+    The learning rate is 0 until `set_lr` is called. The optimizer state is always fp32 and is created when a parameter
+    is first updated. Parameters without a gradient and frozen groups are skipped. Weights are updated in their own
+    dtype, so train with fp32 (master) weights: in bf16 most updates are below half a unit in the last place. Each
+    process must hold whole matrices; `step` raises an error if a wrapper has flattened or sliced a parameter.
 
-    With `placements` (parameter name -> which processes hold it) the work is divided: a parameter's state exists only
-    at its owner, which updates the parameter and sends the result to the other processes that hold it. All processes
-    must then step together, with gradients for the same parameters. A stack of matrices may be split by matrices, a
-    Sinkhorn table by rows; nothing else may be split.
+    With `placements` (a map from parameter names to the processes that hold them) the processes divide the optimizer
+    state: only the owner of a parameter keeps its state, updates the parameter and sends the result to the other
+    processes that hold it. All processes must then step together, with gradients for the same parameters. A 3-D stack
+    of matrices may be split over processes by matrix, a table updated by Sinkhorn by row, and a parameter of AdamW
+    along its first axis; no other parameter may be split.
     """
 
     def __init__(
@@ -56,11 +58,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> dict[Tensor, RankGroupLike]:
-        """For each split parameter, the processes that it is split over."""
+        """Maps each parameter that is split over processes to the group of these processes."""
         return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state at this process once every parameter it owns has been trained."""
+        """Bytes of optimizer state on this process, once it has updated every parameter that it owns."""
         sizes = (
             4 * param.numel() * len(STATE_KEYS[group["method"]])
             for group in self.param_groups
@@ -70,21 +72,24 @@ class Optimizer(torch.optim.Optimizer):
         return sum(sizes)
 
     def set_lr(self, lr: float, factors: Mapping[str, float] | None = None) -> None:
-        """Set the learning rate of the next steps: lr * lr_factor of the group * factor of its schedule.
+        """Set the learning rate of the next steps: each group gets lr * its lr_factor * the factor of its schedule.
 
-        `factors` gives the factor of every named schedule; 0 freezes its groups. Raises ValueError if a group's
-        schedule is missing.
+        `factors` gives the factor of every named schedule; a factor of 0 freezes the groups with that schedule. Raises
+        ValueError if `factors` lacks the schedule of a group.
         """
         known = {MAIN: 1.0, **(factors or {})}
         missing = {group["schedule"] for group in self.param_groups} - known.keys()
         if missing:
-            raise ValueError(f"no factor for schedule {', '.join(sorted(missing))}; given: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"set_lr got no factor for schedule {', '.join(sorted(missing))}; "
+                f"it got factors for {', '.join(sorted(known))}"
+            )
         for group in self.param_groups:
             group["factor"] = known[group["schedule"]]
             group["lr"] = lr * group["lr_factor"] * group["factor"]
 
     def active_parameters(self) -> Iterator[Tensor]:
-        """Parameters of the groups that are not frozen: what gradient clipping should count."""
+        """The parameters of all groups that are not frozen; gradient clipping should use exactly these."""
         return (p for group in self.param_groups if group["factor"] for p in group["params"])
 
     @torch.no_grad()
@@ -99,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def table(self) -> list[ParameterRow]:
-        """One row per parameter, sorted by name; print with `format_table`."""
+        """One table row per parameter, sorted by name; `format_table` prints the rows."""
         rows = []
         for group in self.param_groups:
             for name, param, blocks in zip(group["names"], group["params"], group["blocks"], strict=True):
@@ -109,11 +114,12 @@ class Optimizer(torch.optim.Optimizer):
         return sorted(rows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a `state_dict` exactly: values, dtypes, step counts. (The inherited method would cast to
-        the parameters' dtype.) Parameters are matched by name; state that other processes own is skipped.
-        Hyper-parameters stay as the rules set them.
+        """Restore the optimizer state from a `state_dict` with exactly the saved values, dtypes and step counts.
 
-        Raises ValueError, with every difference in names, methods or shapes, before anything is changed.
+        The inherited method would cast the state to the parameters' dtype. Parameters are matched by name, and state
+        that other processes own is skipped. Hyper-parameters are not restored: they stay as the rules set them.
+
+        Raises ValueError that lists every difference in names, methods or shapes; the optimizer is then unchanged.
         """
         saved = {}
         for group in state_dict["param_groups"]:
@@ -141,7 +147,9 @@ class Optimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, restored)
 
     def _step_group(self, group: dict[str, Any]) -> list[Tensor]:
-        """Update the parameters of the group that this process owns; returns those that any process updates."""
+        """Update those parameters of the group that this process owns; returns the parameters that all processes
+        together update.
+        """
         trained = [i for i, param in enumerate(group["params"]) if param.grad is not None]
         self._check(group, trained)
         chosen = [i for i in trained if self.owns(group["params"][i])]
@@ -174,8 +182,9 @@ class Optimizer(torch.optim.Optimizer):
             adamw_step(params, grads, means, squares, steps, **numbers, settings=self.settings.adamw)
 
     def _assign_owners(self, placements: Mapping[str, ParameterPlacement]) -> None:
-        """Choose owners inside each replica group, balanced by bytes of state. Every process makes the same choice. The
-        owners of a split parameter's parts form one complete copy, so that they can sum over it.
+        """Choose the owner of each parameter among the processes that hold the same values, so that the bytes of state
+        are balanced. Every process computes the same assignment. The owners of the parts of a split parameter belong to
+        one shard group, so that they can sum over the whole parameter.
         """
         kinds: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         for group in self.param_groups:
@@ -183,14 +192,16 @@ class Optimizer(torch.optim.Optimizer):
                 place = self._placements[param] = placements[name]
                 if place.shard_group.size > 1 and (group["method"], param.dim()) not in SPLITTABLE:
                     what = f"{name}: {group['method']} cannot update a {param.dim()}-D parameter that is split"
-                    raise ValueError(f"{what}; its matrices must be whole in one process")
+                    raise ValueError(f"{what}; every process that holds the parameter must hold all of it")
                 kinds[place.shard_group.size].append((param, place.numel * len(STATE_KEYS[group["method"]])))
         for held in kinds.values():
             owners = assign_owners([size for _, size in held], self._placements[held[0][0]].replica_group.size)
             self._owners |= {param: owner for (param, _), owner in zip(held, owners, strict=True)}
 
     def _broadcast_updated(self, stepped: Sequence[Tensor]) -> None:
-        """Send each updated parameter from its owner to the other holders, several in a message."""
+        """Broadcast each updated parameter from its owner to the other processes that hold it, several parameters in
+        one message.
+        """
         messages: dict[tuple, list[Tensor]] = defaultdict(list)
         for param in stepped:
             place = self._placements.get(param)
@@ -214,13 +225,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check(group: dict[str, Any], chosen: Sequence[int]) -> None:
-        """Refuse what a wrapper may have turned the parameters into: flattened slices, sparse gradients."""
+        """Raise ValueError for a parameter that a wrapper has flattened or sliced, and for sparse gradients."""
         dims = {"muon": (2, 3), "sinkhorn": (2,)}.get(group["method"])
         for i in chosen:
             name, param = group["names"][i], group["params"][i]
             if dims and param.dim() not in dims:
                 raise ValueError(
-                    f"{name}: shape {list(param.shape)}; {group['method']} needs the whole matrix in one process"
+                    f"{name}: the parameter has shape {list(param.shape)}, but {group['method']} needs whole matrices "
+                    "in each process"
                 )
             if param.grad.is_sparse:
                 raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")

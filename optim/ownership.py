@@ -1,7 +1,8 @@
-"""Which processes hold a parameter, and which of them updates it.
+"""Describes which processes hold a parameter, and chooses the one that updates it.
 
-Whole parameters are assigned, so that every matrix is whole where it is updated. Of the processes that hold the same
-values, one is the owner: it keeps the optimizer state, computes the update and sends the result to the others.
+Among the processes that hold the same parameter values, one is the parameter's owner: it keeps the optimizer state,
+computes the update and broadcasts the result to the others. A parameter has one owner for all its elements, because
+Muon needs whole matrices.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 
 class RankGroupLike(Protocol):
-    """An ordered set of `size` processes; `rank` is this process's position. With one process, `group` is None."""
+    """An ordered set of `size` processes; `rank` is the position of this process in it. If the set has one process,
+    `group` is None.
+    """
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...
@@ -27,12 +30,12 @@ class RankGroupLike(Protocol):
 
 
 class ParameterPlacement(NamedTuple):
-    """Where one parameter is held, seen from this process.
+    """Which processes hold one parameter, from the point of view of this process.
 
     Attributes:
-        replica_group: the processes that hold the same values.
-        shard_group: the processes among which a parameter is split along its first axis (rows or experts).
-        numel: elements of the largest part, the same number on every process.
+        replica_group: the processes that hold the same values of the parameter.
+        shard_group: the processes over which the parameter is split along its first axis (rows or experts).
+        numel: number of elements of the largest part of the parameter; every process has the same number here.
     """
 
     replica_group: RankGroupLike
@@ -41,10 +44,12 @@ class ParameterPlacement(NamedTuple):
 
 
 def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each parameter (their state takes `sizes` bytes), balanced over `ranks`.
+    """Choose an owner for each parameter, so that the bytes of optimizer state (`sizes`) are balanced over `ranks`
+    processes.
 
-    Greedy: the largest first, each to the rank with the least so far (the lowest rank among equals). The fullest rank
-    holds at most 4/3 of the best possible.
+    The assignment is greedy: parameters are taken from the largest to the smallest, and each goes to the rank with the
+    fewest bytes so far (the lowest such rank). The fullest rank then holds at most 4/3 of the bytes that it would hold
+    under the best assignment.
     """
     loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,5 +1,5 @@
-"""The learning-rate schedule: a pure function of the step and token counters (V4.1 report, arXiv 2609.19969,
-optimisation).
+"""The learning-rate schedule: a pure function of the number of steps and tokens trained so far (V4.1 report, arXiv
+2609.19969, optimisation).
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from .check import positive, require
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up over steps, then constant up to a token count, then cosine decay to the floor, then constant.
+    """A learning-rate schedule: linear warm-up over steps, constant up to a token count, cosine decay, and then a
+    constant floor.
 
     Attributes:
         peak: learning rate after warm-up (report: 2.6e-4).
         floor: learning rate at the end of the decay (report: 2.6e-5).
         warmup_steps: steps of the linear rise; the last of them runs at the peak (report: 2000).
-        constant_until_tokens: tokens seen when the decay starts (report: 28e12).
-        decay_until_tokens: tokens seen when it ends (report: 40e12).
-        vision_factor: multiplies the vision tower's rate once decay has started; until then the tower is frozen. The
-            report says "smaller" without a number; 0.1 is our choice.
+        constant_until_tokens: number of trained tokens at which the decay starts (report: 28e12).
+        decay_until_tokens: number of trained tokens at which the decay ends (report: 40e12).
+        vision_factor: factor of the vision tower's learning rate once the decay has started; until then the vision
+            tower is frozen. The report says that this learning rate is "smaller" but gives no number; the default 0.1
+            is our choice.
 
-    Raises ValueError that lists every problem.
+    Raises ValueError that lists every invalid value.
     """
 
     peak: float
@@ -60,7 +62,9 @@ class Schedule:
         return warmup * self._after_warmup(tokens)
 
     def factors(self, tokens: int) -> dict[str, float]:
-        """Factor of each named schedule (see `Rule.schedule`) after `tokens` trained tokens; 0 means frozen."""
+        """The learning-rate factor of each named schedule (see `Rule.schedule`) after `tokens` trained tokens; 0 means
+        frozen.
+        """
         return {"vision": self.vision_factor if tokens >= self.constant_until_tokens else 0.0}
 
     def _after_warmup(self, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""What a run can set about its optimizer, the learning rate aside: the three methods' numbers. Imports no torch."""
+"""The settings of the three optimizer methods (the learning rate is set in schedule.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .check import positive, require, share
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Muon's numbers; the defaults are the report's.
+    """The settings of Muon; the defaults are the report's values.
 
     Attributes:
-        momentum: factor of the momentum buffer.
-        update_rms: root mean square of the update before the learning rate; matches Muon's step to AdamW's.
-        bf16: run the iteration in bf16. None: bf16 on a GPU, fp32 on a CPU.
+        momentum: decay factor of the momentum buffer.
+        update_rms: root mean square of the update before it is multiplied by the learning rate; 0.18 makes Muon's
+            updates about as large as AdamW's.
+        bf16: whether the Newton-Schulz iteration runs in bf16. None means bf16 on a GPU and fp32 on a CPU.
 
-    Raises ValueError that lists every problem.
+    Raises ValueError that lists every invalid value.
     """
 
     momentum: float = 0.95
@@ -30,16 +31,16 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class SinkhornSettings:
-    """The numbers of Algorithm 1; the defaults are the report's.
+    """The settings of Sinkhorn-balanced momentum (the report's Algorithm 1); the defaults are the report's values.
 
     Attributes:
-        momentum: decay factor b of the momentum average.
-        iterations: number K of normalisations; odd ones act on rows, even ones on columns.
-        tau: rows whose norm is at most tau times the mean row norm get no update.
+        momentum: decay factor b of the moving average of gradients.
+        iterations: number K of normalisations; the first, third, ... normalise rows, the others columns.
+        tau: rows whose norm is at most tau times the mean row norm are not updated.
         eps: added to every norm before dividing by it.
-        update_rms: root mean square of a live row's update before the learning rate.
+        update_rms: root mean square of the update of an updated row, before it is multiplied by the learning rate.
 
-    Raises ValueError that lists every problem.
+    Raises ValueError that lists every invalid value.
     """
 
     momentum: float = 0.95
@@ -61,8 +62,8 @@ class SinkhornSettings:
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW's numbers; the defaults are the report's. The small eps makes the update independent of the gradient's
-    scale. Raises ValueError that lists every problem.
+    """The settings of AdamW; the defaults are the report's values. Because eps is so small, the update does not depend
+    on the scale of the gradient. Raises ValueError that lists every invalid value.
     """
 
     beta1: float = 0.9
@@ -75,7 +76,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The three methods' numbers; the defaults are the report's."""
+    """The settings of the three optimizer methods; the defaults are the report's values."""
 
     muon: MuonSettings = field(default_factory=MuonSettings)
     sinkhorn: SinkhornSettings = field(default_factory=SinkhornSettings)

@@ -1,13 +1,15 @@
-"""Momentum with Sinkhorn-balanced updates, for the token embedding, the head and the Engram tables.
+"""The optimizer of the token embedding, the head and the Engram tables: momentum whose updates are Sinkhorn-balanced.
 
-V4.1 report (arXiv 2609.19969), Algorithm 1. The update is the momentum with its rows and columns alternately
-normalised. Every normalisation multiplies a whole row or column, so the balanced table is diag(r) G diag(c): the
-iteration here updates the two scale vectors by matrix-vector products and touches the table once at the end.
+This is Algorithm 1 of the V4.1 report (arXiv 2609.19969). The update is the momentum after its rows and its columns
+have been normalised alternately several times. Every normalisation rescales whole rows or columns, so the balanced
+table is diag(r) G diag(c). The implementation therefore iterates on the two scale vectors r and c with matrix-vector
+products, and rescales the table only once, at the end.
 
-Rows that the mask removes (mostly zero rows) get no update, so everything after the mask runs on the live rows alone. A
-step touches few rows of an Engram table; the others cost one pass for momentum decay and row norms.
+Rows whose norm is too small (mostly zero rows) are masked and not updated; all work after the mask is done on the
+remaining, live rows only. Few rows of an Engram table are live in a step; the others cost one pass for momentum decay
+and row norms.
 
-Shapes: a table has m rows and n columns, l <= m of the rows live.
+In the shapes below, a table has m rows and n columns, and l <= m of its rows are live.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Balanced(NamedTuple):
-    """A balanced table of live rows: row[:, None] * table * column."""
+    """A balanced table of live rows in factored form: it equals row[:, None] * table * column."""
 
     table: Tensor  # fp32 [l, n], rows of norm 1
     row: Tensor  # fp64 [l]
     column: Tensor  # fp64 [n]
 
     def update(self) -> Tensor:
-        """The product, fp32 [l, n]. Overwrites `table`."""
+        """Returns the balanced table, fp32 [l, n], and overwrites the factor `table`."""
         return self.table.mul_(self.row.float()[:, None]).mul_(self.column.float())
 
 
 def not_split(x: Tensor) -> Tensor:
-    """The `Reduce` for a table that is whole on this rank: its sums are already complete."""
+    """The `reduce` argument for a table that is not split over ranks: sums on this rank are already complete."""
     return x
 
 
@@ -50,9 +52,9 @@ def not_split(x: Tensor) -> Tensor:
 def sinkhorn_step(
     param: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings, reduce: Reduce = not_split
 ) -> None:
-    """One step in place on `param` [m, n] and `momentum` (fp32 [m, n]).
+    """One optimizer step that updates `param` [m, n] and `momentum` (fp32 [m, n]) in place.
 
-    M = b*M + (1-b)*G;  G' = b*M + (1-b)*G;  W -= update_rms * lr * sqrt(n) * balanced(G').
+    The update is M = b*M + (1-b)*G, then G' = b*M + (1-b)*G, then W -= update_rms * lr * sqrt(n) * balanced(G').
     """
     b = settings.momentum
     pieces = []
@@ -71,29 +73,33 @@ def sinkhorn_step(
 
 
 def row_norms(table: Tensor) -> Tensor:
-    """Euclidean row norms, fp64: squares of fp32's smallest values do not vanish, and the mask's `<=` is exact."""
+    """Euclidean row norms in fp64, where squares of tiny fp32 values do not underflow and the comparison with `tau` is
+    exact.
+    """
     return torch.linalg.vector_norm(table.double(), dim=1)
 
 
 def live_rows(norms: Tensor, tau: float, reduce: Reduce = not_split) -> Tensor | None:
-    """Rows that the mask keeps, int64 [l], or None for all: norm > tau * mean over all m rows. norms: fp64 [m]."""
+    """Indices int64 [l] of the rows whose norm exceeds tau * (mean norm of all m rows), or None if all rows do. norms:
+    fp64 [m].
+    """
     total = reduce(torch.stack([norms.sum(), norms.new_tensor(norms.numel())]))
     rows = (norms > tau * (total[0] / total[1])).nonzero().squeeze(1)
     return None if rows.numel() == norms.numel() else rows
 
 
 def balance(table: Tensor, norms: Tensor, settings: SinkhornSettings, reduce: Reduce = not_split) -> Balanced:
-    """Alternately normalise the rows and columns of the live rows, by means of two scale vectors.
+    """Alternately normalise rows and columns of a table of live rows, by updating two scale vectors.
 
-    `table` fp32 [l, n] is overwritten; `norms` fp64 [l] are its row norms, none of them zero.
+    `table` fp32 [l, n] is overwritten; `norms` fp64 [l] are its row norms, all of them above zero.
 
-    The vectors are fp64, so that eps = 1e-20 and the scale of tiny gradients are exact; products over the table are
-    fp32. A column whose entries are all below about 1e-19 of their rows' norms counts as zero, because its squares
-    underflow in fp32.
+    The scale vectors are fp64, so that eps = 1e-20 and tiny gradients are represented exactly; products with the table
+    are fp32. A column is treated as zero if each of its entries is less than about 1e-19 of its row's norm, because the
+    squares of the entries underflow in fp32.
     """
     # Rows are first divided by their norms in fp32, so that the squares below neither underflow nor overflow, whatever
-    # the gradient's scale. The row vector starts from the divisor actually used, so the rewriting is exact, eps
-    # included.
+    # the scale of the gradient. The row scales start from exactly these fp32 divisors, so that scale times table still
+    # equals the original table.
     scale = norms.float()
     table.div_(scale[:, None])
     squares = table.square()
@@ -109,7 +115,9 @@ def balance(table: Tensor, norms: Tensor, settings: SinkhornSettings, reduce: Re
 def sinkhorn_reference(
     weight: Tensor, grad: Tensor, momentum: Tensor, *, lr: float, settings: SinkhornSettings
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 as the report writes it, in the inputs' dtype: the new (weight, momentum)."""
+    """Reference for one step, written as in the report's Algorithm 1: returns the new (weight, momentum) in the dtype
+    of the inputs.
+    """
     b = settings.momentum
     momentum = b * momentum + (1 - b) * grad
     u = balance_reference(b * momentum + (1 - b) * grad, settings)
@@ -117,7 +125,9 @@ def sinkhorn_reference(
 
 
 def balance_reference(table: Tensor, settings: SinkhornSettings) -> Tensor:
-    """Mask, then K normalisations that rewrite the table, in the table's dtype."""
+    """Reference for `balance`: mask the small rows of the table, then normalise rows and columns K times, in the
+    table's dtype.
+    """
     norms = table.norm(dim=1)
     u = torch.where((norms <= settings.tau * norms.mean())[:, None], 0.0, table)
     for k in range(1, settings.iterations + 1):
@@ -134,10 +144,10 @@ def _nesterov(momentum: Tensor, grad: Tensor, b: float) -> Tensor:
 
 
 def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = not_split) -> Tensor:
-    """sqrt(squares @ weights^2) in fp64. The product runs in fp32, with weights scaled to at most 1 so that their
-    squares stay finite.
+    """Returns sqrt(squares @ weights^2) in fp64. The matrix product runs in fp32, with weights scaled to at most 1 so
+    that their squares do not overflow.
 
-    `reduce` completes the sums if the summed axis is split over ranks.
+    `reduce` adds up the sums of all ranks if the summed axis is split over ranks.
     """
     largest = weights.amax() if weights.numel() else weights.new_ones(())
     sums = squares @ (weights / largest).square().float()
@@ -145,7 +155,7 @@ def _weighted_norms(squares: Tensor, weights: Tensor, reduce: Reduce = not_split
 
 
 def _normalise(scale: Tensor, norms: Tensor, eps: float) -> Tensor:
-    """scale / (norms + eps), except that a zero row or column keeps its scale, since dividing by eps repeatedly would
-    overflow.
+    """Returns scale / (norms + eps), except that a zero row or column keeps its scale, because repeated division by eps
+    would overflow.
     """
     return torch.where(norms > 0, scale / (norms * scale + eps), scale)

@@ -29,8 +29,8 @@ ONLY_IN = {
     "triton": {str(path.relative_to(ROOT)) for path in (ROOT / "model/kernels").glob("*.py")},
     "hydra": {"train/__main__.py", "train/config/compose.py", "train/studies/runner.py"},
 }
-# A line of the order in a docstring: names, then (behind two spaces) what they are.
-LISTED = re.compile(r"^ {4}((?:[\w.]+, )*[\w.]+)(?:  +\S.*)?$")
+# A line of the order in a docstring: names, a colon, then (after two spaces) what they are.
+LISTED = re.compile(r"^ {4}((?:[\w.]+, )*[\w.]+)(?::?  +\S.*)?$")
 
 
 def files(package: str) -> list[Path]:

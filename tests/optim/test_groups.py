@@ -27,7 +27,7 @@ def test_first_match_wins_and_groups_share_their_numbers():
 
 
 def test_pattern_must_match_the_whole_name():
-    with pytest.raises(ValueError, match=r"embed\.weight \[2, 2\]: no rule names it"):
+    with pytest.raises(ValueError, match=r"embed\.weight \[2, 2\]: no rule matches its name"):
         assign(_named(embed__weight=(2, 2)), [Rule(r"embed", "adamw", optional=True)])
 
 
@@ -46,8 +46,8 @@ def test_every_problem_is_listed():
         assign(named, rules)
     text = str(error.value)
     for part in (
-        "parameter x [2, 2]: no rule names it",
-        "parameter y [3]: no rule names it",
+        "parameter x [2, 2]: no rule matches its name",
+        "parameter y [3]: no rule matches its name",
         "parameter vec (rule 'vec'): muon needs a matrix",
         "parameter cube (rule 'cube'): sinkhorn needs a table",
         "cover 5 rows, the weight has 6",
@@ -64,9 +64,9 @@ def test_every_problem_is_listed():
     ("rule", "message"),
     [
         (Rule("x", "sgd"), "method must be one of muon, sinkhorn, adamw"),
-        (Rule("x", "adamw", blocks=((1, 2),)), "blocks belong to muon"),
+        (Rule("x", "adamw", blocks=((1, 2),)), "blocks are allowed only with method muon"),
         (Rule("x", "muon", blocks=((0, 2), (1, 2))), "positive integers"),
-        (Rule("x", "sinkhorn", weight_decay=0.1), "sinkhorn has no weight decay"),
+        (Rule("x", "sinkhorn", weight_decay=0.1), "weight_decay must be 0 with method sinkhorn"),
         (Rule("x(", "adamw"), "not a regular expression"),
     ],
 )

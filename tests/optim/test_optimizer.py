@@ -50,7 +50,7 @@ def test_learning_rate_is_factor_times_schedule():
     assert rates == pytest.approx(
         {"table": 0.5, "matrix": 0.1, "experts": 0.1, "norm": 0.1, "tower": 0.025, "tower_bias": 0.025}
     )
-    with pytest.raises(ValueError, match="no factor for schedule vision; given: main"):
+    with pytest.raises(ValueError, match="no factor for schedule vision; it got factors for main"):
         optimizer.set_lr(0.1)
 
 
@@ -164,7 +164,7 @@ def test_flattened_and_sparse_parameters_are_refused():
     flat.grad = torch.ones(48)
     group = next(group for group in optimizer.param_groups if "matrix" in group["names"])
     group["params"][group["names"].index("matrix")] = flat
-    with pytest.raises(ValueError, match=r"matrix: shape \[48\]; muon needs the whole matrix"):
+    with pytest.raises(ValueError, match=r"matrix: the parameter has shape \[48\], but muon needs whole matrices"):
         optimizer.step()
 
     params = _params()
