@@ -20,14 +20,33 @@ SHORTEST = 5  # words; shorter ones are names, not sentences
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings of a file, and the strings of its exceptions and log lines, with their lines."""
+    """Line and text of each docstring of a file, and of each string in its exceptions and log lines.
+
+    An f-string is one text, as its reader sees it: the values that are filled in stand in braces.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text
         elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _name(node) in ("log", "problem", "print")):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield part.lineno, part.value
+            yield from _strings(node)
+
+
+def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the strings inside a statement; an f-string counts as one."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.lineno, node.value
+    elif isinstance(node, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.Constant) else f"{{{_short(part)}}}" for part in node.values)
+        yield node.lineno, "".join(map(str, parts))
+    else:
+        for part in ast.iter_child_nodes(node):
+            yield from _strings(part)
+
+
+def _short(part: ast.expr) -> str:
+    """The expression that an f-string fills in, if it is a plain name; otherwise three dots."""
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    return ast.unparse(value) if isinstance(value, ast.Name | ast.Attribute) else "..."
 
 
 def sentences() -> Iterator[tuple[str, str]]:

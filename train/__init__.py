@@ -1,23 +1,23 @@
-"""The trainer. Run it with ``python -m train``. Imports ``model``, ``optim`` and ``data``, which know nothing of it.
+"""The trainer: run it with ``python -m train``. It imports ``model``, ``optim`` and ``data``; none of them imports it.
 
-Read loop.py first (``train_step`` is a whole optimizer step), then build.py and run.py, then the task of interest in
-``tasks``. What every run passes through is here at the top; the rest is in packages. From the bottom to the top, each
-imports only what is listed before it:
+Read loop.py first (``train_step`` is a whole optimizer step), then build.py and run.py, then the task you are
+interested in, in ``tasks``. The modules at the top of this package are used by every run; everything else lies in
+subpackages. Each module or subpackage imports only those listed above it:
 
-    errors                      what ends a run with a message, and with which exit code
-    checkpoint, lora.targets    the run state on disk, other checkpoints to begin from; names of what LoRA can be given
+    errors                      the exceptions that end a run with a message, and their exit codes
+    checkpoint, lora.targets    the run state on disk and the checkpoints a run starts from; module names for LoRA
     config                      the typed configuration
-    distributed                 the processes of a run; sums over them; DeepSpeed
-    lora, param_groups          adapters; which parameter is trained how
-    build                       configuration to objects: ``Run``
-    logging, signals            where numbers go; what asks a run to stop
+    distributed                 the processes of a run, sums over them, and DeepSpeed
+    lora, param_groups          LoRA adapters; the table that assigns an optimizer method to every parameter
+    build                       builds all objects of a run (``Run``) from the configuration
+    logging, signals            log lines, metrics and plots; the signals that stop a run
     evaluation                  held-out loss, exact match, recall of the indexers
-    loop                        one step, and the loop over steps
-    origin                      which other checkpoints a run reads again when it is continued
-    run                         what a run of every task begins and ends with
-    dspark, rl                  what these tasks add: drafters; reinforcement learning and distillation
-    tasks                       one file for each kind of task
-    studies                     comparisons of many runs, a program of their own
+    loop                        one optimizer step, and the loop over steps
+    origin                      the other checkpoints that a run reads again when it is continued
+    run                         the start and the end that the runs of all tasks share
+    dspark, rl                  code of single tasks: drafters; reinforcement learning and distillation
+    tasks                       one file for each task
+    studies                     comparisons of many training runs, started by ``python -m train.studies``
     __main__                    the command line
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 
 def _hidden() -> str | None:
-    """What stands in the way of importing the packages beside this one: a module of such a name that is found first."""
+    """Return an error message if ``import data``, ``model`` or ``optim`` would find a module outside this project."""
     root = Path(__file__).resolve().parents[1]
     for name in ("data", "model", "optim"):
         found = find_spec(name)

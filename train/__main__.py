@@ -1,11 +1,17 @@
 """``python -m train task=pretrain experiment=demo key=value ...``: compose the configuration, check it, run the task.
 
-Torch is imported only after all rules over the configuration alone hold.
+The configuration is checked before torch is imported, so a mistake in it is reported within about two seconds.
 
-Exit codes: 0 complete; 2 configuration, input or disk refused; 3 stopped on a non-finite number; 75 interrupted, state
-saved: run the same command again to continue; 4 another process of the run was lost: likewise; 130 ended at once by
-Ctrl-C, without saving; 141 nobody reads its output any more. Hydra exits with 1 for what it cannot compose, as Python
-does for errors.
+Exit codes of ``python -m train``:
+
+    0      the task is complete
+    1      Hydra could not compose the configuration, or the code has an error (a traceback is printed)
+    2      the configuration, an input file or the disk was refused, with a message
+    3      training stopped because a loss or gradient was not finite
+    4      another process of the run was lost; the same command continues from the last checkpoint
+    75     the run was interrupted and its state saved; the same command continues it
+    130    Ctrl-C ended the program at once; nothing was saved
+    141    the program that reads the output, such as ``head``, has closed it
 """
 
 import os
@@ -30,10 +36,11 @@ FEW_CORES = 2
 
 
 def choose_threads(environment: MutableMapping[str, str], cores: int) -> None:
-    """One thread where there are at most two cores, unless the user has chosen. OpenMP reads it as torch is imported.
+    """Set ``OMP_NUM_THREADS=1`` on machines with at most two CPU cores, unless the user has set the number of threads.
 
-    Two threads gain next to nothing there, since a step is many small products, and they spin while they wait for each
-    other: beside one other busy process a step then takes many times as long (docs/benchmarks.md, Threads).
+    It must be set before torch is imported, because OpenMP reads the variable then. A second thread saves almost no
+    time, since a training step consists of many small matrix products. Threads also spin while they wait for each
+    other, so a step takes many times as long if another process keeps a core busy (docs/benchmarks.md, Threads).
     """
     if cores <= FEW_CORES and not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["OMP_NUM_THREADS"] = "1"
@@ -43,11 +50,11 @@ choose_threads(os.environ, len(os.sched_getaffinity(0)))
 
 
 def command() -> None:
-    """What ``python -m train`` and ``narrows`` do with their arguments."""
+    """Entry point of the commands ``python -m train`` and ``narrows``."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; a traceback out of them helps nobody
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports, which take seconds: no traceback
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]  # deepspeed adds it
-    if any(argument.startswith("-") for argument in given):  # something is printed and no task run
+    if any(argument.startswith("-") for argument in given):  # options such as --help print something and run no task
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if {"-h", "--help"} & set(given):
         print(help_text())
@@ -61,24 +68,28 @@ def command() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(raw: DictConfig) -> None:
-    """Run one task."""
+    """Run the task that the composed configuration ``raw`` names."""
     try:
         run_task(raw)
     except SystemExit:
-        for number in (signal.SIGUSR1, signal.SIGTERM):  # srun sends one to those that end after the first: code 143
+        # srun signals the processes that are still ending after the first one has; that would make their exit code 143.
+        for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         raise
 
 
 def run_task(raw: DictConfig) -> None:
-    """Check the configuration and run its task; errors that a user can fix end in a message, not in a traceback."""
+    """Check the configuration and run its task.
+
+    An error that the user can fix prints a message instead of a traceback.
+    """
     try:
         checked = parse(raw)
         task = load_task(checked.task.kind)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         task(checked)
-    except (NonFiniteError, FloatingPointError) as error:  # in a step; in generation
+    except (NonFiniteError, FloatingPointError) as error:  # raised by a training step; raised by text generation
         fail(3, error)
     except Interrupted as error:
         fail(75, error)
@@ -91,34 +102,36 @@ def run_task(raw: DictConfig) -> None:
     except REFUSED as error:
         fail(2, error)
     except KeyboardInterrupt:
-        fail(130, "Ended by Ctrl-C, nothing saved. The same command continues from the last checkpoint, or begins.")
+        fail(130, "Ended by Ctrl-C; nothing was saved. The same command continues from the last checkpoint, if any.")
 
 
 def load_task(kind: str) -> Callable[[Any], None]:
-    """The function that runs a task of ``TASKS``. It imports torch, which takes seconds."""
+    """Import and return the function that runs a task of ``TASKS``. This imports torch, which takes seconds."""
     module, function = TASKS[kind].split(":")
     return getattr(import_module(module), function)
 
 
 def is_closed(stream: TextIO) -> bool:
-    """Whether the reader of this output is gone (``... | head``)."""
+    """Return whether the program that reads this output stream has closed it, as ``head`` does in ``... | head``."""
     try:
         look = select.poll()
-        look.register(stream.fileno(), 0)  # errors are always told
-    except (OSError, ValueError):  # not a file
+        look.register(stream.fileno(), 0)  # poll reports errors even if no event is asked for
+    except (OSError, ValueError):  # the stream is not a file
         return False
     return any(event & select.POLLERR for _, event in look.poll(0))
 
 
 def end_like_other_tools() -> None:
-    """End silently by the signal that ends other tools when nobody reads their output: exit code 141 in a shell."""
+    """End this process by SIGPIPE, without a message, as Unix tools do when their output is closed (exit code 141)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
-    """End with a message. With several processes rank 0 prints it, since it hears of all others, see
-    ``train/distributed/failure_detector.py``.
+    """Print an error message and exit with ``code``.
+
+    With several processes only rank 0 prints, since the failure detector tells it of errors on every other rank (see
+    ``train/distributed/failure_detector.py``). told: True if another process prints the message; None: decide by rank.
     """
     if told is None:
         told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)

@@ -1,4 +1,4 @@
-"""Configuration -> tokenizer, data, model, optimizer: every object of a run is made here, and nowhere else."""
+"""Builds every object of a run from the configuration: tokenizer, data loaders, model, optimizer and engine."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Run:
-    """The objects of a run."""
+    """All objects of one run in this process."""
 
     config: Config
     world: World
     tokenizer: Tokenizer
     model_config: ModelConfig
-    model: Any  # what is trained: the model, or with task=dspark a drafter
+    model: Any  # the module that is trained: the language model, or with task=dspark a drafter
     optimizer: Optimizer
     engine: Engine
     train_batches: Any
     valid_batches: Any
-    notes: list[str]  # decisions made here, for the log
+    notes: list[str]  # lines for the log about decisions made while building
 
     @property
     def device(self) -> torch.device:
@@ -59,35 +59,38 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of this process in a step."""
+        """Number of micro-batches that this process computes in a step."""
         return self.config.task.per_rank_batch(self.world.size)[1]
 
     def autocast(self) -> torch.autocast:
-        """bf16 autocast over fp32 parameters, or nothing."""
+        """Return a context in which the model computes in bf16 if ``parallel.precision`` is bf16; weights stay fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.parallel.precision == "bf16")
 
     def to_device(self, batch: Batch) -> Batch:
-        """The batch on the model's device."""
+        """Copy the tensors of a batch to the model's device."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     @property
     def rl(self) -> RlConfig:
-        """The settings of task=rl and task=distill; other tasks have none."""
+        """The section ``rl`` of the configuration, which only task=rl and task=distill have."""
         assert self.config.rl is not None
         return self.config.rl
 
     @property
     def dspark(self) -> DsparkConfig:
-        """The settings of task=dspark; other tasks have none."""
+        """The section ``dspark`` of the configuration, which only task=dspark has."""
         assert self.config.dspark is not None
         return self.config.dspark
 
     def prepare(self, batch: Batch) -> dict[str, Any]:
-        """A CPU batch made ready for the model: checked, laid out (``layout``) and moved to its device."""
+        """Check a CPU batch, compute its sequence layout (``layout``) and move both to the model's device."""
         return {**self.to_device(batch), "layout": self.model.lay_out(**batch).to(self.device)}
 
     def save(self, state: TrainerState, background: Background | None = None) -> Path:
-        """Write the run state, all ranks together; with ``background`` while training goes on. Returns its folder."""
+        """Write the run state and return its folder. All ranks call this together.
+
+        background: if given, the files are written while training continues.
+        """
         return run_state.save(
             self.config.run_dir / "checkpoints",
             state,
@@ -100,7 +103,7 @@ class Run:
         )
 
     def resume(self, folder: Path) -> TrainerState:
-        """Continue from a checkpoint of this run."""
+        """Restore the run state from ``folder``, a checkpoint of this run, and return the counters."""
         return run_state.load(
             folder,
             model=self.checkpoint_module,
@@ -110,7 +113,7 @@ class Run:
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this process holds for the model once every parameter has been trained."""
+        """Bytes of weights, gradients and optimizer state in this process, once every parameter has had an update."""
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = {"weights": parameters, "gradients": trained}
@@ -119,17 +122,17 @@ class Run:
 
     @property
     def backbone(self) -> DeepseekV41:
-        """The language model: what is trained, or what a drafter is trained for."""
+        """The language model. With task=dspark it is frozen, and the drafter that belongs to it is trained."""
         return self.model.backbone if isinstance(self.model, Drafter) else self.model
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The model, and the drafter if there is one."""
+        """The language model, followed by the drafter if the run trains one."""
         return [self.backbone] if self.backbone is self.model else [self.backbone, self.model]
 
     @property
     def checkpoint_module(self) -> torch.nn.Module:
-        """What the run's checkpoints hold: the model, or with an adapter the part that changes."""
+        """The module whose weights the run's checkpoints hold; with LoRA it contains only the weights that change."""
         if not self.config.lora.on:
             return self.model
         from train.lora import inject
@@ -138,11 +141,15 @@ class Run:
 
 
 def build(config: Config, world: World | None = None) -> Run:
-    """Make everything a run needs, for this process of ``world`` (None: it is the only one).
+    """Build all objects of a run for this process.
+
+    Args:
+        world: the processes of the run; None means that this process is the only one.
 
     Raises:
-        ConfigError: tokenizer and model do not fit.
-        ValueError: the data cannot be read (with file, line and reason), or the rules miss a parameter.
+        ConfigError: the tokenizer does not fit the model.
+        ValueError: the data cannot be read (the message gives file, line and reason), or a parameter matches none of
+            the optimizer's rules.
     """
     seed_everything(config.seed)
     world = world or World(pick_device(config.parallel.device))
@@ -161,7 +168,7 @@ def build(config: Config, world: World | None = None) -> Run:
     if config.dspark is not None:
         model, added = give_drafter(config, model)
         notes += added
-    model.eval()  # the mode outside of a training step
+    model.eval()  # train_step switches to training mode and back
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
@@ -169,10 +176,12 @@ def build(config: Config, world: World | None = None) -> Run:
 
 
 def check_size(config: Config, device: torch.device) -> None:
-    """Refuse a model that cannot fit: weights and gradients in fp32, or if they are frozen half a byte each.
+    """Refuse a model that cannot fit into memory.
+
+    Counted are the weights and gradients of this process in fp32; frozen weights count half a byte each.
 
     Raises:
-        ConfigError: with what it needs and what there is.
+        ConfigError: the message gives the memory that the model needs and the memory that the device has.
     """
     model, layout = ModelConfig.from_dict(config.model), config.parallel
     frozen = config.frozen_base
@@ -189,7 +198,11 @@ def check_size(config: Config, device: torch.device) -> None:
 
 
 def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:
-    """The model with fresh weights. If it stays frozen below an adapter or a drafter, its memory is only allocated."""
+    """Build the model with initialised weights.
+
+    If the weights stay frozen (LoRA, or task=dspark), memory is only allocated; the checkpoint's weights are loaded
+    into it later.
+    """
     if not config.frozen_base:
         return build_model(
             model_config,
@@ -213,7 +226,7 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
 
 
 class NoLoader:
-    """Stands in for a loader in tasks that write their own text: it has no position."""
+    """Takes the place of the data loader in tasks whose model writes the training text; it has no state to save."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -225,7 +238,7 @@ class NoLoader:
 def open_data(
     config: Config, world: World, tokenizer: Tokenizer, model_config: ModelConfig, notes: list[str]
 ) -> tuple[Any, Any]:
-    """Loaders of training and validation batches; what they hold is added to ``notes``."""
+    """Return the loaders of training and of validation batches. Lines that describe the data are added to ``notes``."""
     if config.rl is not None:
         return NoLoader(), NoLoader()
     train_batches, valid_batches = build_loaders(
@@ -243,16 +256,17 @@ def open_data(
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all random generators of this process."""
+    """Seed the random generators of Python, NumPy and torch in this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, torch.Tensor | None, list[str]]:
-    """The configuration with the tokenizer's special ids and Engram vocabulary, the Engram token map, and what changed.
+    """Set the special token ids and the Engram vocabulary size of a model configuration to those of the tokenizer.
 
-    The tokenizer decides these numbers: a tokenizer trained on the run's own text has others than the released one.
+    A tokenizer trained on the run's own text has other ids than the released tokenizer. Returns the new configuration,
+    the Engram token map (None without Engram), and a line for the log for each changed value.
     """
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > config.text.vocab_size:
@@ -276,16 +290,17 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
 
 
 def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
-    """Raise ``ConfigError`` if a checkpoint's trained Engram tables do not match its tokenizer."""
+    """Raise ``ConfigError`` if the Engram tables of a checkpoint were trained with another tokenizer than its own."""
     trained, found = (config.text.engram_compressed_vocab_size for config in (given, fitted))
     if trained != found:
-        rule = f"its Engram tables know {trained} compressed ids, its tokenizer.json has {found}"
-        raise ConfigError([problem("init_from", name, rule, "Use the tokenizer that the checkpoint was trained with")])
+        rule = f"its Engram tables were trained for {trained} compressed token ids, its tokenizer.json gives {found}"
+        remedy = "Put the tokenizer.json that the checkpoint was trained with into its folder"
+        raise ConfigError([problem("init_from", name, rule, remedy)])
 
 
 def give_adapter(config: Config, model: DeepseekV41) -> list[str]:
-    """Load the weights that an adapter belongs to, and add the adapter. Returns lines for the log."""
-    from train.lora import inject  # takes seconds to import
+    """Load the frozen base weights into ``model`` and add LoRA adapters to it. Returns lines for the log."""
+    from train.lora import inject  # imported here since the import takes seconds
 
     origin = load_pretrained_weights(model, config.initial_checkpoint)
     inject.add_adapter(model, config.lora, config.seed)
@@ -294,25 +309,28 @@ def give_adapter(config: Config, model: DeepseekV41) -> list[str]:
 
 
 def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[str]]:
-    """Load the frozen weights that a drafter serves, and make the drafter. Returns lines for the log."""
+    """Load the frozen weights of ``backbone`` and build the drafter for it.
+
+    Returns the drafter and lines for the log.
+    """
     origin = load_pretrained_weights(backbone, config.initial_checkpoint)
     backbone.requires_grad_(False).eval()
     size = sum(map(whole_size, backbone.parameters()))
     notes = [f"backbone of {size:,} parameters, not trained: {origin}"]
     assert config.dspark is not None
     if config.dspark.drafter is None and holds_drafter(origin):
-        return load_drafter(origin, backbone), [*notes, f"drafter: trained on from {origin}"]
+        return load_drafter(origin, backbone), [*notes, f"drafter: its training continues from {origin}"]
     return build_drafter(backbone, config.seed), [*notes, "drafter: new"]
 
 
 def whole_size(parameter: torch.Tensor) -> int:
-    """Elements of the whole parameter, of which this process may hold only a part."""
+    """Number of elements of a parameter over all processes; this process may hold only a part of them."""
     shard = getattr(parameter, "shard", None)
     return parameter.numel() if shard is None else shard.total * parameter.shape[1:].numel()
 
 
 def freeze(config: Config, model: torch.nn.Module) -> None:
-    """Exclude what the configuration does not train from the gradient, and so from the optimizer."""
+    """Set ``requires_grad=False`` on parameters that the configuration does not train, so the optimizer ignores them."""
     if not config.runtime.train_indexer:
         for name, parameter in model.named_parameters():
             if ".indexer." in name:
@@ -322,8 +340,9 @@ def freeze(config: Config, model: torch.nn.Module) -> None:
 def build_optimizer(
     config: Config, model_config: ModelConfig, model: torch.nn.Module, world: World | None = None
 ) -> Optimizer:
-    """The optimizer whose methods follow ``config.optim.rules`` (the tables of ``train/param_groups.py``). ``world``:
-    the processes that share its work; None: there is one.
+    """Build the optimizer, with the table of ``train/param_groups.py`` that ``config.optim.rules`` names.
+
+    world: the processes that share the optimizer's work; None means that this process is the only one.
     """
     optim = config.optim
     if config.lora.on:
@@ -353,7 +372,7 @@ def build_optimizer(
 
 
 def placement_of(parameter: torch.nn.Parameter, world: World) -> ParameterPlacement:
-    """Which processes of ``world`` hold a parameter."""
+    """Return which processes of ``world`` hold a parameter or a part of it."""
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return ParameterPlacement(world.replica_groups[1], RankGroup(), parameter.numel())

@@ -1,4 +1,4 @@
-"""How a run can end early: errors that a user can fix, as opposed to our own mistakes, which keep their traceback."""
+"""Exceptions that end a run with a message for the user. Any other exception is an error in the code: a traceback."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from data import DataError
 
 
 class InputError(ValueError):
-    """Input cannot be used; the message says what, why, and what to do."""
+    """The user's input cannot be used; the message says which input, why, and what to do."""
 
 
-REFUSED = (InputError, DataError, OSError)  # end a command with a message
+REFUSED = (InputError, DataError, OSError)  # these end a command with a message, without a traceback
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Wraps code that builds objects from the user's input: model, optimizer and tokenizer refuse it by a plain
-    ``ValueError``.
+    """Turn a ``ValueError`` into an ``InputError``, in code that builds objects from the user's input.
 
-    Elsewhere, as in the training loop, a plain ``ValueError`` is a mistake in the code.
+    Model, optimizer and tokenizer refuse wrong input with a plain ``ValueError``. Elsewhere, as in the training loop, a
+    plain ``ValueError`` is an error in the code and keeps its traceback.
     """
     try:
         yield
@@ -31,20 +31,20 @@ def user_errors() -> Iterator[None]:
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite; the step was not applied."""
+    """A loss or a gradient was NaN or infinite; the weights were not updated."""
 
 
 class Interrupted(Exception):
     """The process was asked to stop; the run state is saved."""
 
 
-LOST = 4  # exit code of a process whose run has lost another
+LOST = 4  # exit code of a process when another process of the same run is lost
 
 
 class RankLost(RuntimeError):
     """Another process of the run did not start, ended or no longer answers; the message names it.
 
-    reported: another process prints it.
+    reported: True if another process prints the message.
     """
 
     def __init__(self, text: str, reported: bool):

@@ -1,4 +1,7 @@
-"""The training loop. Read ``train_step`` first: it is the whole of an optimizer step; then ``train`` and ``repeat``."""
+"""The training loop.
+
+Read ``train_step`` first, which is one whole optimizer step; then read ``train`` and ``repeat``.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +38,23 @@ def train_step(
     losses_of: Callable[[Batch, Any], Losses | DraftLosses] | None = None,
     dummy_batches: int = 0,
 ) -> dict[str, Any]:
-    """One optimizer step over the micro-batches of all ranks: exactly the step that one batch of all their rows would
-    make.
+    """Take one optimizer step over the micro-batches of all ranks and return its record.
 
-    Every loss is divided by the denominators of the whole step, so the gradients of micro-batches and ranks simply add
-    up. The router biases move once, after the update, by the expert load of the whole step. The numbers returned are
-    those of the whole step, the same on every rank.
+    The step equals the one that a single batch with all rows would give: every loss is divided by the loss denominators
+    of the whole step, so the gradients of micro-batches and ranks add up. The router biases are changed once, after the
+    update, by the expert load of the whole step. The numbers in the record are sums or means over the whole step and
+    the same on every rank.
 
     Args:
-        batches: this rank's, equally many on every rank.
-        step, tokens: done before this step; they determine the position in the schedule.
-        losses_of: the losses of one micro-batch, divided by the step's denominators; None: ``model.losses``.
-        dummy_batches: how many of the last ``batches`` only keep this rank in step with the others and count for
-            nothing.
+        batches: the micro-batches of this rank; their number must be the same on every rank.
+        step, tokens: number of steps and of tokens trained before this step; the schedule depends on them.
+        losses_of: computes the losses of one micro-batch from the batch and the step's loss denominators; None means
+            ``model.losses``.
+        dummy_batches: number of micro-batches at the end of ``batches`` that add nothing to loss or gradient. They let
+            a rank with less data take part in the communication of the other ranks.
 
     Raises:
-        NonFiniteError: on every rank, before anything is updated.
+        NonFiniteError: a loss or the gradient is not finite; raised on every rank, before any weight is updated.
     """
     model, optimizer, optim, world = run.model, run.optimizer, run.config.optim, run.world
     losses_of = losses_of or (lambda batch, denominators: model.losses(**batch, denominators=denominators))
@@ -61,7 +65,7 @@ def train_step(
     counted = sum(own.to_tensor() * real for own, real in zip(each, is_real, strict=True))
     denominators = type(each[0]).from_tensor(world.sum_(counted))
     sums: dict[str, torch.Tensor] = {}
-    model.train()  # an adapter may have dropout
+    model.train()  # LoRA adapters may have dropout
     for batch, real in zip(batches, is_real, strict=True):
         with run.autocast():
             losses = losses_of(batch, denominators)
@@ -80,9 +84,11 @@ def train_step(
 
 
 def balance_routers(run: Run, load: torch.Tensor) -> None:
-    """Move each modality's biases by its own load (``separate``), both by the total (``shared``), or neither (``off``).
+    """Update the router biases by the expert load of a step, as ``optim.router_bias_mode`` says.
 
-    ``load``: int64 [layers, 2, experts] of the whole step.
+    ``separate`` updates the biases for text and for images each by the load of its own tokens, ``shared`` updates both
+    by the total load, and ``off`` updates neither. load: tokens for each expert in the whole step, int64 [layers, 2
+    (text, images), experts].
     """
     optim = run.config.optim
     if optim.router_bias_mode == "shared":
@@ -92,7 +98,7 @@ def balance_routers(run: Run, load: torch.Tensor) -> None:
 
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
-    """Train on ``run.train_batches`` to the end of the run, see ``repeat``."""
+    """Train on ``run.train_batches`` until ``task.tokens`` tokens are trained (see ``repeat``)."""
     batches = iter(run.train_batches)
 
     def step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
@@ -116,19 +122,20 @@ def repeat(
     save: Callable[[TrainerState, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
-    """The loop of every task: take steps until ``task.tokens``, evaluating and saving along the way.
+    """Take steps until ``task.tokens`` tokens are trained, evaluating and saving along the way. Every task uses it.
 
     Args:
-        step: takes a step, advances ``state`` and returns its record; or returns None on all ranks, as soon as the
-            function it is given says on any rank that the run is to stop.
-        evaluate: returns the record of an evaluation; or None on all ranks, as in a step. An interrupted evaluation is
-            repeated when the run continues.
+        step: takes a step, advances ``state`` and returns the step's record. Its argument is a function that says
+            whether the run was asked to stop. When that is so on any rank, ``step`` may return None on all ranks.
+        evaluate: returns the record of an evaluation, or None on all ranks if the run was asked to stop. An interrupted
+            evaluation is repeated when the run continues.
         save: writes the run state.
-        publish: called before the first step and after every step, as soon as the weights are new.
+        publish: called before the first step and after every step, to hand out the current weights.
 
     Raises:
-        Interrupted: after saving, on SIGUSR1, SIGTERM or Ctrl-C of any rank; all stop after the same step.
-        NonFiniteError: the last checkpoint is intact.
+        Interrupted: a rank received SIGUSR1, SIGTERM or Ctrl-C; all ranks stop after the same step, and the state is
+            saved before this is raised.
+        NonFiniteError: a step had a loss or gradient that is not finite; the last checkpoint is unchanged.
     """
     task, saving = run.config.task, run.config.checkpoint
 
@@ -136,7 +143,7 @@ def repeat(
         return bool(received)
 
     def evaluated() -> bool:
-        """Evaluate if it is time; returns False if the evaluation was interrupted."""
+        """Evaluate if an evaluation is due. Returns False if the evaluation was interrupted."""
         if not _evaluation_due(task, state):
             return True
         if state.first_valid is None:
@@ -171,7 +178,7 @@ def repeat(
 
 
 def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
-    """Whether a run evaluates before its next step, unless it has just done so."""
+    """Return whether the run has reached a step after which it evaluates."""
     if state.last_valid is None:
         return True
     wanted = state.tokens >= task.tokens or state.step % task.eval_every == 0
@@ -179,12 +186,15 @@ def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
 
 
 def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
-    """Raise ``NonFiniteError`` naming the number that is not finite. To be called before the update."""
+    """Raise ``NonFiniteError`` if the loss or the gradient norm is not finite.
+
+    Called before the weights are updated.
+    """
     for name, value in (("loss", float(loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
             raise NonFiniteError(
-                f"the {name} is {value} at step {step}; the update was not applied, the last checkpoint stands. Lower "
-                "optim.schedule.peak, lengthen optim.schedule.warmup_steps or look at the data, then run it again"
+                f"the {name} is {value} at step {step}; the update was not applied, the last checkpoint is unchanged. "
+                "Lower optim.schedule.peak, raise optim.schedule.warmup_steps or check the data, then run it again"
             )
 
 
@@ -195,10 +205,10 @@ def _stop(
     save: Callable[[TrainerState, Background | None], Path],
     background: Background | None,
 ) -> NoReturn:
-    """Save, by ``save``, the state of a run that was asked to stop before its end. All ranks call it together.
+    """Save the state of a run that was asked to stop, then raise ``Interrupted``. All ranks call this together.
 
     Raises:
-        Interrupted: always, at the end, naming the signal that some rank received.
+        Interrupted: always, after saving; the message names the signal that a rank received.
     """
     where = f"state saved in {save(state, background)}" if state.step else "nothing trained yet"
     if background:
@@ -208,12 +218,15 @@ def _stop(
 
 
 def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
-    """What is summed over micro-batches. It stays on the device, so that no micro-batch waits for the CPU."""
+    """Return the numbers of a micro-batch that are summed over the step.
+
+    They stay on the device: no synchronisation.
+    """
     return {name: value.detach() for name, value in losses._asdict().items()}
 
 
 def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
-    """Advance the counters past a finished step; returns its record."""
+    """Add a finished step to the counters in ``state`` and return the step's record for the log."""
     real = int(numbers["num_tokens"])
     seconds = time.perf_counter() - started
     state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
@@ -223,7 +236,7 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
         "tokens": state.tokens,
         "loss": float(numbers["lm_sum"]) / targets
         if targets
-        else None,  # conversations can be cut so that no target is left
+        else None,  # None: conversations were cut so short that no target token is left
         "total_loss": float(numbers["total"]),
         "grad_norm": float(numbers["grad_norm"]),
         "lr": numbers["lr"],

@@ -1,7 +1,7 @@
-"""What a run depends on outside of its own directory, and whether it is still what the run began with.
+"""Checks that the other checkpoints that a continued run reads again still have the weights the run began with.
 
-A run with an adapter, a drafter, a KL term or teachers reads other checkpoints again whenever it is continued. A name
-such as ``init_from=runs/base`` means that run's newest checkpoint, which may be another one by then.
+A run with LoRA, a drafter, a KL term or teachers reads other checkpoints again whenever it is continued. A setting such
+as ``init_from=runs/base`` means the newest checkpoint of that run, and that run may have saved a newer one since.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from train.config.problems import ConfigError, problem
 from train.config.schema import Config
 
 FILE = "origin.json"  # in the run directory: key -> folder and digest
-SAMPLE = 2**20  # bytes of a file's beginning and end that are looked at
+SAMPLE = 2**20  # bytes at the beginning and at the end of each file that enter the hash
 
 
 def needed(config: Config) -> dict[str, str]:
-    """Key -> name of every checkpoint that the run reads again when it is continued."""
+    """Map configuration keys to the checkpoints that the run reads again when it is continued."""
     loss = None if config.rl is None else config.rl.loss
     found = {}
     if config.init_from and (config.frozen_base or (loss is not None and loss.kl)):
@@ -32,7 +32,7 @@ def needed(config: Config) -> dict[str, str]:
 
 
 def digest(folder: Path) -> str:
-    """A hash of a checkpoint's files: their names, sizes, and the first and last megabyte of each."""
+    """Hash a checkpoint folder: the name, the size and the first and last MiB of each file."""
     found = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")):
         size = path.stat().st_size
@@ -45,7 +45,7 @@ def digest(folder: Path) -> str:
 
 
 def record(config: Config) -> None:
-    """Note in the run directory which checkpoints the run reads, unless that has been noted."""
+    """Write ``origin.json``, which says which checkpoints the run reads, into the run directory, unless it exists."""
     path, names = config.run_dir / FILE, needed(config)
     if names and not path.exists():
         folders = {key: find_pretrained(name).folder.resolve() for key, name in names.items()}
@@ -54,10 +54,12 @@ def record(config: Config) -> None:
 
 
 def check(config: Config) -> set[str]:
-    """The keys whose checkpoints are noted and the same, whatever they are called now.
+    """Compare the checkpoints that a continued run reads with those in its ``origin.json``.
+
+    Returns the configuration keys whose checkpoints have the recorded content, even if their path has changed.
 
     Raises:
-        ConfigError: one of them is another than the run began with; it names both.
+        ConfigError: a checkpoint differs from the one the run began with; the message names both folders.
     """
     path, same, problems = config.run_dir / FILE, set(), []
     noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -69,8 +71,8 @@ def check(config: Config) -> set[str]:
             same.add(key)
             continue
         there = began.is_dir() and digest(began) == noted[key]["digest"]
-        remedy = f"Continue with {key}={began}" if there else f"{began} is no longer there as it was; bring it back"
-        rule = f"is {folder} now, and this run began with {began}, which has other weights"
+        remedy = f"Continue with {key}={began}" if there else f"{began} is missing or was changed; restore it"
+        rule = f"now means {folder}, but this run began with {began}, which has other weights"
         problems.append(problem(key, name, rule, f"{remedy}, or start another run with name=..."))
     if problems:
         raise ConfigError(problems)

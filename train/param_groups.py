@@ -1,13 +1,14 @@
-"""Which parameter is trained how: the table of the V4.1 report (arXiv 2609.19969, optimisation) as ordered name rules.
+"""Assigns an optimizer method to every parameter: the V4.1 report's table (arXiv 2609.19969) as ordered name rules.
 
-`optim` knows methods and `model` knows names; the rules here join them. They are made for one configuration: a rule
-exists only if the model has parameters for it, so a rule without a parameter is a mistake, which `optim.assign`
-reports.
+`optim` implements the methods and `model` names the parameters; the rules here map names to methods. They are made for
+one model configuration: each rule must match at least one parameter of that model, otherwise `optim.assign` raises an
+error.
 
-Our choices, where the report is silent: each group of wo_a is a matrix of its own (the projection is block-diagonal);
-Engram's q_weight and k_weight scale normalised vectors and are trained like norm weights; fused projections other than
-the vision wqkv (vision mlp.w1, Engram wkv) are one matrix; the vision tower's other matrices use Muon like the
-backbone's; the three image token vectors are plain vectors.
+The report does not say how some parameters are trained. These are our choices: each group of wo_a is a separate matrix
+for Muon, since the projection is block-diagonal. Engram's q_weight and k_weight scale normalised vectors and are
+trained like norm weights. Fused projections (vision mlp.w1, Engram wkv) are one matrix for Muon; only the vision wqkv
+is split. The other matrices of the vision tower use Muon like those of the backbone. The three image token vectors are
+trained by AdamW.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from train.lora.targets import BLOCK, LAYER
 
 WEIGHT_DECAY = 0.1
 VISION_SCHEDULE = (
-    "vision"  # name of the tower's factor in optim.Schedule: frozen until decay begins, then a smaller rate
+    "vision"  # schedule of the vision tower in optim.Schedule: frozen until the decay begins, then a smaller rate
 )
 
 STAGE = r"mtp\.\d+\."
@@ -36,13 +37,21 @@ def report_rules(
     tables_lr_factor: float = 1.0,
     engram_lr_factor: float,
 ) -> list[Rule]:
-    """The report's rules for a model of this configuration.
+    """Return the report's rules for a model of this configuration.
 
-    Three switches are for comparisons. `per_head=False` orthogonalises wq_b, indexer.wq_b and the vision Q and K whole
-    instead of head by head. `tables="adamw"` trains embedding, head and Engram tables by AdamW, with the same
-    learning-rate factors and no decay; `tables_lr_factor` multiplies these factors, since the updates of the two
-    methods differ in size (Sinkhorn's has a root mean square of 0.18, AdamW's is near 1). `engram_lr_factor` applies to
-    the Engram tables only. Raises ValueError for another value of `tables`.
+    The first three arguments depart from the report and serve comparisons.
+
+    Args:
+        per_head: False orthogonalises wq_b, indexer.wq_b and the vision Q and K as whole matrices instead of head by
+            head.
+        tables: "adamw" trains token embedding, output head and Engram tables by AdamW instead of Sinkhorn balancing,
+            with the same learning-rate factors and without weight decay.
+        tables_lr_factor: multiplies the learning rate of these tables, since the updates of the two methods differ in
+            size (the root mean square of Sinkhorn's update is 0.18, that of AdamW's is near 1).
+        engram_lr_factor: multiplies the learning rate of the Engram tables only.
+
+    Raises:
+        ValueError: `tables` is neither "sinkhorn" nor "adamw".
     """
     if tables not in ("sinkhorn", "adamw"):
         raise ValueError(f"tables: must be 'sinkhorn' or 'adamw', got {tables!r}")
@@ -68,8 +77,10 @@ def drafter_rules(
     tables: Literal["sinkhorn", "adamw"] = "sinkhorn",
     tables_lr_factor: float = 1.0,
 ) -> list[Rule]:
-    """The report's rules for a drafter's parameters. Our choice: the Markov head's two factors, [vocabulary, rank], are
-    trained like token embedding and head; the confidence head, a single row, like other vectors.
+    """Return the report's rules for the parameters of a drafter; the arguments are those of `report_rules`.
+
+    Two rules are our choice: the two factors of the Markov head, [vocabulary, rank], are trained like token embedding
+    and output head, and the confidence head, which has a single row, is trained by AdamW.
     """
     return [
         Rule(STAGE + r"markov_head\.(embed|head)\.weight", tables, lr_factor=tables_lr_factor),
@@ -81,23 +92,23 @@ def drafter_rules(
 
 
 def adamw_drafter_rules(config: ModelConfig) -> list[Rule]:
-    """AdamW for every parameter of a drafter, with the report's decay."""
+    """Return rules that train every parameter of a drafter by AdamW, with the report's weight decay."""
     return [replace(rule, method="adamw", blocks=None) for rule in drafter_rules(config)]
 
 
 def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
-    """AdamW for every parameter, with the report's decay, rate factors and schedules: only the method differs."""
+    """Return the report's rules with AdamW as the method; weight decay, learning-rate factors and schedules stay."""
     rules = report_rules(config, engram_lr_factor=engram_lr_factor)
     return [replace(rule, method="adamw", blocks=None) for rule in rules]
 
 
 def adapter_rules() -> list[Rule]:
-    """AdamW without decay for the factors of an adapter; nothing else is trained."""
+    """Return a rule that trains the LoRA factors of an adapter by AdamW without weight decay, and nothing else."""
     return [Rule(r".*\.lora_(embedding_)?[AB]\..+", "adamw")]
 
 
 def _block_rules(block: str, config: ModelConfig, per_head: bool) -> list[Rule]:
-    """Rules for what every block has, in the backbone and in a drafter."""
+    """Return the rules for the parameters of one Transformer block, of the backbone or of a drafter."""
     text, attn = config.text, block + r"attn\."
     heads = ((text.num_attention_heads, text.head_dim),) if per_head else None
     groups = ((text.o_groups, text.o_lora_rank),)
@@ -117,7 +128,7 @@ def _block_rules(block: str, config: ModelConfig, per_head: bool) -> list[Rule]:
 
 def _compression_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
     text, attn = config.text, LAYER + r"attn\."
-    if not text.kv_source_layer_ids:  # every kv source is an index source too
+    if not text.kv_source_layer_ids:  # without layers that own a compressor there is no indexer either
         return []
     index_heads = ((text.index_n_heads, text.index_head_dim),) if per_head else None
     return [
@@ -142,7 +153,7 @@ def _vision_rules(config: ModelConfig, per_head: bool) -> list[Rule]:
         matrix(r"vision\.patch_embed\.proj\.weight"),
         Rule(r"vision\.patch_embed\.proj\.bias|" + BLOCK + r"attn\.(wqkv|wo)\.bias", "adamw", schedule=VISION_SCHEDULE),
         Rule(BLOCK + r"norm[12]\.weight", "adamw", weight_decay=WEIGHT_DECAY, schedule=VISION_SCHEDULE),
-        # The tower's last norm, the aligner and the image token vectors train from the first step.
+        # The last norm of the vision tower, the aligner and the image token vectors train from the first step.
         Rule(r"vision\.norm\.weight", "adamw", weight_decay=WEIGHT_DECAY),
         Rule(r"aligner\.w[12]\.weight", "muon", weight_decay=WEIGHT_DECAY),
         Rule(r"aligner\.w[12]\.bias|image_(start|end|newline)", "adamw"),

@@ -1,7 +1,7 @@
-"""How a run of every task begins and ends: its processes, its directory, its log.
+"""Start and end of a run, shared by all tasks: its processes, its directory, its log and its export.
 
-A task opens a ``run_session``, builds its objects, resumes from the checkpoint found or calls ``begin``, then trains
-inside ``run_logger``; ``report_files`` prints the last lines.
+A task enters ``run_session`` and builds its objects. It resumes from the checkpoint that was found or calls ``begin``,
+then trains inside ``run_logger``. At the end it calls ``report_files``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from train.lora.peft_format import merged_record, read_changes
 
 @contextmanager
 def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
-    """Start or join the processes of the run, which end together, and lock ``config.run_dir`` against other runs.
+    """Connect the processes of the run and lock ``config.run_dir`` against other runs. If one process fails, all end.
 
-    Yields the processes, the checkpoint to continue from (or None), and the settings that changed since.
+    Yields the processes, the checkpoint to continue from (or None), and a line for each setting that changed since that
+    checkpoint was saved.
 
     Raises:
-        ConfigError: the directory is in use, or holds a run that this configuration would not continue; the number of
-            processes is not the configured one.
+        ConfigError: another process uses the directory; or it holds a run that cannot continue with this configuration;
+            or the number of processes differs from the configured number.
         RankLost: another process ended or no longer answers.
     """
     world = launch(config.parallel)
@@ -59,9 +60,11 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
 def run_logger(
     run: Run, state: TrainerState, folder: Path | None, changes: list[str], reporter_class: type[Reporter] = Reporter
 ) -> Iterator[Reporter]:
-    """Save the run's settings, log the opening lines, and yield the logger; it is closed at the end in any case.
+    """Save the run's settings, log its first lines and yield the logger. The logger is closed at the end in any case.
 
-    folder, changes: from ``run_session``. reporter_class: class of the first process's logger; the others log nothing.
+    Args:
+        folder, changes: the checkpoint and the changed settings that ``run_session`` yields.
+        reporter_class: class of the logger on rank 0; the other ranks log nothing.
     """
     if run.world.first:
         save_settings(run)
@@ -75,23 +78,23 @@ def run_logger(
 
 
 def find_state(config: Config) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from (or None), and the settings that changed since.
+    """Find the checkpoint to continue from (or None), and the settings that changed since it was saved.
 
     Raises:
-        ConfigError: the directory holds a run that this configuration would not continue.
+        ConfigError: the directory holds a run that cannot be continued with this configuration.
     """
     path, folder = config.run_dir / "config.yaml", run_state.latest(config.run_dir / "checkpoints")
     if folder is None or not path.exists():
         return folder, []
     saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if "init_from" in origin.check(config):  # the same checkpoint, perhaps under another name
+    if "init_from" in origin.check(config):  # the same checkpoint, perhaps at another path
         saved["init_from"], saved["data"]["tokenizer"] = config.init_from, config.data.tokenizer
     return folder, check_resumable(saved, config)
 
 
 @contextmanager
 def only_process_in(directory: Path) -> Iterator[None]:
-    """Lock a run directory against a second process; the lock ends with the process, however that ends."""
+    """Lock a run directory so that no second process uses it. The system releases the lock when the process ends."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as lock:
         try:
@@ -104,21 +107,21 @@ def only_process_in(directory: Path) -> Iterator[None]:
 
 
 def begin(run: Run) -> TrainerState:
-    """The state before the first step; the weights come from ``init_from`` if that is set."""
-    if run.config.init_from is not None and not run.config.frozen_base:  # else `build` has loaded them
+    """Return the counters of a new run, after loading the weights of ``init_from`` if it is set."""
+    if run.config.init_from is not None and not run.config.frozen_base:  # a frozen base was loaded by `build`
         run.notes.append(f"weights: {load_pretrained_weights(run.model, run.config.init_from)}")
     return TrainerState()
 
 
 def save_settings(run: Run) -> None:
-    """Write what a later run needs besides the weights."""
+    """Write the configuration and the tokenizer of the run into its directory."""
     directory, config = run.config.run_dir, to_dict(run.config)
     write_text(directory / "tokenizer.json", run.tokenizer.to_str(pretty=True))
     write_text(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | None, changes: list[str]) -> None:
-    """The opening lines: what is trained, from where, and how."""
+    """Log the first lines of a run: model size, step size, memory, and the checkpoint that the run continues from."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     reporter.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
     reporter.log(run.config.task.step_text(run.world.size))
@@ -129,17 +132,17 @@ def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | N
         reporter.log(line)
     if folder is None:
         if run.world.size > 1:
-            reporter.log("what rank 0 holds:")
+            reporter.log("parameters that rank 0 updates:")
         reporter.log(format_table(run.optimizer.table()))
         return
     done = "; it is complete, raise task.tokens to train on" if state.tokens >= run.config.task.tokens else ""
     reporter.log(f"continuing from {folder}: step {state.step}, {state.tokens:,} tokens{done}")
     for change in changes:
-        reporter.log(f"changed since: {change}")
+        reporter.log(f"setting changed since that checkpoint: {change}")
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
-    """What each rank holds; with many ranks, the range."""
+    """Lines for the log with the memory of each rank; with more than ``most`` ranks one line with the ranges."""
     if len(ranks) > most:
         ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
         shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
@@ -152,7 +155,7 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
 
 
 def report_files(run: Run, reporter: Reporter) -> None:
-    """Export the finished run's model if configured, and log the files of the run."""
+    """Export the model of the finished run if the configuration asks for it, and log which files the run has written."""
     directory = run.config.run_dir
     reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:
@@ -166,13 +169,13 @@ def report_files(run: Run, reporter: Reporter) -> None:
 
 
 def export(run: Run, folder: Path) -> None:
-    """Write the finished run's model as a checkpoint folder, all ranks together.
+    """Write the model of the finished run as a checkpoint folder. All ranks call this together.
 
-    An adapter on packed weights is merged while the files of its base are rewritten, a few rows at a time, so the
-    merged weights are never held in memory.
+    If the base weights are held packed (``lora.base``), the adapter is merged while the files of the base checkpoint
+    are copied, a few rows at a time, so the merged weights are never in memory as a whole.
     """
     config, form = run.config, run.config.checkpoint.export
-    assert form, "only a run that exports comes here"
+    assert form, "export() was called although checkpoint.export is off"
     if config.lora.on and holds_packed(run.model):
         with all_or_none(storage.ranks()):
             if run.world.first:
@@ -196,7 +199,7 @@ def export(run: Run, folder: Path) -> None:
 
 
 def keep_adapter(run: Run) -> Path:
-    """Write the adapter, and merge it into the weights unless they are packed. Returns its folder."""
+    """Save the LoRA adapter, then merge it into the weights unless these are packed. Returns the adapter's folder."""
     from train.lora import inject
 
     folder, config = run.config.run_dir / "adapter", run.config

@@ -1,4 +1,7 @@
-"""Signals that ask a run to stop: recorded at once, obeyed after the step, with the run state saved."""
+"""Signals that ask a run to stop.
+
+A signal is only recorded; after the current step the run saves its state and ends.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from train.errors import Interrupted
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list that receives the names of SIGUSR1, SIGTERM and SIGINT. A second Ctrl-C acts as usual, at once.
+    """Yield a list to which the name of each received SIGUSR1, SIGTERM or SIGINT is appended.
 
-    Slurm sends SIGUSR1 before the time limit. It sends SIGTERM again to processes that a job script has already
-    signalled, and to those that end after the first one. A repeated signal therefore interrupts neither the save that
-    the first one started nor, after ``Interrupted``, the orderly exit.
+    A second Ctrl-C ends the program at once. Repeated SIGUSR1 and SIGTERM are only recorded, because Slurm sends them
+    more than once: to processes that the job script has already signalled, and to processes that end later than the
+    first one. They must not interrupt the save that the first signal started, nor the exit after ``Interrupted``.
     """
     received: list[str] = []
     before: dict[int, Any] = {}

@@ -286,5 +286,5 @@ def test_a_base_that_was_trained_on_meanwhile_is_not_continued_on(make, base: Pa
     tensors = load_file(mine / "model.safetensors")
     save_file({name: tensor + 1 if name == "norm.weight" else tensor for name, tensor in tensors.items()},
               mine / "model.safetensors")  # fmt: skip
-    with pytest.raises(ConfigError, match=f"is {mine} now, and this run began with {mine}, which has other weights"):
+    with pytest.raises(ConfigError, match=f"now means {mine}, but this run began with {mine}, which has other weights"):
         pretrain.run(make("name=dependent", f"init_from={mine}", "task.tokens=3000"))

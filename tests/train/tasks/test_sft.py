@@ -160,7 +160,9 @@ def test_a_checkpoint_with_another_tokenizer_or_tensor_is_refused(make_sft, base
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["engram_compressed_vocab_size"] -= 1
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="its Engram tables know .* compressed ids, its tokenizer.json has"):
+    with pytest.raises(
+        ConfigError, match="its Engram tables were trained for .* compressed token ids, its tokenizer.json gives"
+    ):
         build(make_sft(f"init_from={folder}"))
     config["text_config"]["engram_compressed_vocab_size"] += 1
     config["text_config"]["num_attention_heads"] *= 2
