@@ -330,7 +330,7 @@ def whole_size(parameter: torch.Tensor) -> int:
 
 
 def freeze(config: Config, model: torch.nn.Module) -> None:
-    """Set ``requires_grad=False`` on parameters that the configuration does not train, so the optimizer ignores them."""
+    """Set ``requires_grad=False`` on parameters that the configuration does not train; the optimizer ignores them."""
     if not config.runtime.train_indexer:
         for name, parameter in model.named_parameters():
             if ".indexer." in name:

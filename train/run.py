@@ -155,7 +155,7 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
 
 
 def report_files(run: Run, reporter: Reporter) -> None:
-    """Export the model of the finished run if the configuration asks for it, and log which files the run has written."""
+    """Export the model of the finished run if the configuration asks for it, and log which files the run wrote."""
     directory = run.config.run_dir
     reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:
