@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from data.chat.conversation import effort_budget
-from data.chat.prompt import prompt_ids
+from data.chat.prompt import Prompt, read_prompt
+from data.images import VisionSettings
 from data.tokenizer import read_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, Request, build_model, load_drafter, load_pretrained
 from model.engram import build_token_map
@@ -32,6 +33,12 @@ class Model:
     def eos(self) -> int:
         return special_ids(self.tokenizer).eos
 
+    @property
+    def vision(self) -> VisionSettings | None:
+        """How images become patches; None for a model that reads none."""
+        settings = self.model.config.vision
+        return None if settings is None else VisionSettings.from_config(asdict(settings))
+
 
 def open_model(config: Asked) -> Model:
     """Load the model.
@@ -53,23 +60,36 @@ def open_model(config: Asked) -> Model:
     return Model(model.eval(), tokenizer, drafter)
 
 
-def request(asked: Model, config: Asked, prompt: list[int], seed: int) -> Request:
-    """A request for an answer. Raises ValueError if prompt and answer are longer than the model's positions."""
+def check_length(asked: Model, config: Asked, prompt: Prompt) -> None:
+    """Raises ValueError if a prompt and its answer are longer than the model's positions."""
     limit = asked.model.config.text.max_position_embeddings
-    if len(prompt) + config.max_tokens > limit:
+    if len(prompt.ids) + config.max_tokens > limit:
         raise ValueError(
-            f"the prompt has {len(prompt):,} tokens, with max_tokens = {config.max_tokens:,} more than the model's "
+            f"the prompt has {len(prompt.ids):,} tokens, with max_tokens = {config.max_tokens:,} more than the model's "
             f"{limit:,} positions; lower max_tokens or shorten the conversation"
         )
-    stop = frozenset({asked.eos})
-    return Request(tuple(prompt), config.max_tokens, config.temperature, config.top_p, seed, stop)
 
 
-def conversation_ids(asked: Model, config: Asked, messages: list[dict[str, Any]], **more: Any) -> list[int]:
-    """The token ids of a conversation up to where the answer begins. Raises ``DataError`` for a malformed one."""
-    if config.system and messages[0].get("role") not in ("system", "developer"):
+def request(asked: Model, config: Asked, prompt: Prompt, seed: int) -> Request:
+    """A request for an answer; the prompt's images are decoded here. Raises what `check_length` raises, and
+    ``DataError`` for a damaged image.
+    """
+    check_length(asked, config, prompt)
+    images = prompt.images()
+    plain = Request(prompt.ids, config.max_tokens, config.temperature, config.top_p, seed, frozenset({asked.eos}))
+    return plain if images is None else replace(plain, images=images)
+
+
+def conversation(asked: Model, config: Asked, record: dict[str, Any], file: str = "messages", line: int = 0) -> Prompt:
+    """The conversation of a record up to where the answer begins. What the record does not say (system, thinking,
+    effort) is as configured. Image paths are relative to the folder of ``file``. Raises ``DataError`` for a malformed
+    conversation, or an image for a model that reads none.
+    """
+    messages = record["messages"]
+    if config.system and messages and messages[0].get("role") not in ("system", "developer"):
         messages = [{"role": "system", "content": config.system}, *messages]
-    return prompt_ids(asked.tokenizer, messages, **{"thinking": config.thinking, "effort": config.effort, **more})
+    record = {"thinking": config.thinking, "effort": config.effort, **record, "messages": messages}
+    return read_prompt(asked.tokenizer, record, asked.vision, file, line)
 
 
 def texts(asked: Model, sample: Sample, thinking: bool) -> dict[str, str]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data import DataError
 from data.chat.conversation import effort_budget
+from data.images import open_picture
 from model.generation import Generator, Sample
 from train.config.schema import Chat
 from train.errors import user_errors
 from train.logging.text import visible
-from train.tasks.asked import Model, conversation_ids, open_model, request, texts
+from train.tasks.asked import Model, conversation, open_model, request, texts
 
 HELP = """/new: begin another conversation    /effort low|high|max|1..100    /thinking on|off
-/system TEXT: a text before the conversation    /undo: take the last question back    /quit"""
+/system TEXT: a text before the conversation    /undo: take the last question back    /quit
+/image PATH: an image that goes with the next question; several times for several"""
 
 
 def run(config: Chat) -> None:
@@ -32,15 +35,18 @@ def run(config: Chat) -> None:
     with_drafter = ", with its drafter" if asked.drafter else ""
     print(f"{config.init_from}{with_drafter}. /help names the commands, /quit ends.")
     messages: list[dict[str, Any]] = []
+    images: list[str] = []  # of the next question
     turn = 0
     for line in _lines():
         if line.startswith("/"):
-            again = _command(line, config, messages)
+            again = _command(line, config, messages, images, asked)
             if again is None:
                 return
             config = again
             continue
-        messages.append({"role": "user", "content": line})
+        shown = [{"type": "image", "image": path} for path in images]
+        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
+        images.clear()
         try:
             answer = _answer(asked, config, messages, config.seed + turn)
         except (DataError, ValueError) as error:
@@ -66,7 +72,7 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _command(line: str, config: Chat, messages: list[dict[str, Any]]) -> Chat | None:
+def _command(line: str, config: Chat, messages: list[dict[str, Any]], images: list[str], asked: Model) -> Chat | None:
     """The settings after a command; None to end."""
     name, _, value = line.partition(" ")
     value = value.strip()
@@ -74,8 +80,12 @@ def _command(line: str, config: Chat, messages: list[dict[str, Any]]) -> Chat | 
         return None
     if name == "/new":
         messages.clear()
+        images.clear()
     elif name == "/undo":
         del messages[-2:]
+        images.clear()
+    elif name == "/image" and value:
+        _add_image(value, images, asked)
     elif name == "/system":
         messages.clear()
         return dataclasses.replace(config, system=value or None)
@@ -93,10 +103,25 @@ def _command(line: str, config: Chat, messages: list[dict[str, Any]]) -> Chat | 
     return config
 
 
+def _add_image(path: str, images: list[str], asked: Model) -> None:
+    """Check an image and keep it for the next question."""
+    if asked.vision is None:
+        print("error: this model reads no images: its config.json has no vision_config")
+        return
+    path = str(Path(path).expanduser().absolute())
+    try:
+        picture = open_picture(Path(path), "/image", 0)
+    except DataError as error:
+        print(f"error: {error.reason}: {error.detail}")
+        return
+    images.append(path)
+    print(f"an image of {picture.width} x {picture.height} pixels goes with the next question")
+
+
 @torch.no_grad()
 def _answer(asked: Model, config: Chat, messages: list[dict[str, Any]], seed: int) -> dict[str, str]:
     """Generate an answer and print it as it comes."""
-    prompt = conversation_ids(asked, config, messages)
+    prompt = conversation(asked, config, {"messages": messages})
     generator = Generator(asked.model, max_running=1, drafter=asked.drafter)
     generator.submit(request(asked, config, prompt, seed))
     shown = ""

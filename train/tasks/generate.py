@@ -11,15 +11,17 @@ import torch
 from rich.progress import Progress
 
 from data import DataError
+from data.chat.prompt import Prompt
 from data.errors import BadRecordPolicy, naming
 from data.files import content_hash
 from data.records import read_records
 from model.generation import Generator
 from train.config.schema import Generation
 from train.errors import InputError, user_errors
-from train.tasks.asked import Model, conversation_ids, open_model, request, texts
+from train.tasks.asked import Model, check_length, conversation, open_model, request, texts
 
 MAY_CHANGE = ("batch", "device", "prompts", "dst", "task")  # of the settings, while a file is being written
+OF_RECORD = ("thinking", "effort", "tools", "images", "image")  # what a record may say besides its messages
 
 
 def run(config: Generation) -> None:
@@ -32,30 +34,38 @@ def run(config: Generation) -> None:
         prompts = _prompts(Path(config.prompts))
         done = _done(config)
         asked = open_model(config)
-        wanted = [(n, record, _ids(asked, config, record, n)) for n, record in enumerate(prompts) if n not in done]
-        requests = {n: request(asked, config, ids, config.seed + n) for n, _, ids in wanted}
-    records = {n: record for n, record, _ in wanted}
+        wanted = {n: _prompt(asked, config, record, n) for n, record in enumerate(prompts) if n not in done}
+        for prompt in wanted.values():
+            check_length(asked, config, prompt)
     if done:
         print(f"{config.dst} holds {len(done):,} of {len(prompts):,} answers; the others follow")
-    _generate(asked, config, records, requests, len(prompts))
+    _generate(asked, config, prompts, wanted)
     print(f"wrote {config.dst}: {len(prompts):,} answers")
 
 
 @torch.no_grad()
-def _generate(asked: Model, config: Generation, records: dict[int, Any], requests: dict[int, Any], total: int) -> None:
-    """Answer what is wanted; every answer is written as soon as it is there."""
+def _generate(asked: Model, config: Generation, records: list[dict[str, Any]], wanted: dict[int, Prompt]) -> None:
+    """Answer what is wanted; each answer is written as soon as it is there. Images are decoded just before."""
     generator = Generator(asked.model, max_running=config.batch, drafter=asked.drafter)
-    numbers = {generator.submit(wanted): number for number, wanted in requests.items()}
+    ahead, numbers = list(reversed(wanted)), dict[int, int]()
     with Progress(transient=True) as progress, naming(config.dst), open(config.dst, "a", encoding="utf-8") as file:
-        bar = progress.add_task("answers", total=total, completed=total - len(requests))
-        while generator.in_flight:
+        bar = progress.add_task("answers", total=len(records), completed=len(records) - len(wanted))
+        while ahead or generator.in_flight:
+            while ahead and generator.in_flight < config.batch:
+                number = ahead.pop()
+                numbers[generator.submit(request(asked, config, wanted[number], config.seed + number))] = number
             for sample in generator.step():
                 number = numbers[sample.id]
                 found = texts(asked, sample, _thinking(config, records[number]))
                 line = {"number": number, **records[number], **found, "finish": sample.finish}
-                file.write(json.dumps({**line, "tokens": len(sample.tokens)}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({**line, "tokens": len(sample.tokens)}, ensure_ascii=False, default=_size) + "\n")
                 file.flush()
                 progress.advance(bar)
+
+
+def _size(value: Any) -> str:
+    """What stands in the line for the bytes of an image, which JSON cannot hold."""
+    return f"<{len(value):,} bytes>" if isinstance(value, bytes) else str(value)
 
 
 def _prompts(path: Path) -> list[dict[str, Any]]:
@@ -78,14 +88,17 @@ def _thinking(config: Generation, record: dict[str, Any]) -> bool:
     return bool(conversation) and (config.thinking if record.get("thinking") is None else record["thinking"])
 
 
-def _ids(asked: Model, config: Generation, record: dict[str, Any], number: int) -> list[int]:
+def _prompt(asked: Model, config: Generation, record: dict[str, Any], number: int) -> Prompt:
     messages = record.get("messages") or record.get("prompt")
     if not messages:
-        return asked.tokenizer.encode(record["text"], add_special_tokens=False).ids
+        if images := [key for key in ("images", "image") if record.get(key)]:
+            detail = f"{images[0]} goes with prompt or messages, not with text"
+            raise DataError(config.prompts, 0, f"record {number + 1}: image in a text to continue", detail)
+        return Prompt(tuple(asked.tokenizer.encode(record["text"], add_special_tokens=False).ids))
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    own = {key: record[key] for key in ("thinking", "effort", "tools") if record.get(key) is not None}
+    own = {key: record[key] for key in OF_RECORD if record.get(key) is not None}
     try:
-        return conversation_ids(asked, config, messages, **own)
+        return conversation(asked, config, {**own, "messages": messages}, config.prompts)
     except DataError as error:
         raise DataError(config.prompts, 0, f"record {number + 1}: {error.reason}", error.detail) from None
 
