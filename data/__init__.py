@@ -1,22 +1,22 @@
-"""From documents to batches. Imports none of `train`, `model`, `optim`.
+"""Reads training documents and makes batches of them. This package does not import `train`, `model` or `optim`.
 
-`load_tokenizer` and `build_loaders` are what a trainer needs. To read the package, go along the way of a text; each
-file imports only from those before it:
+`load_tokenizer` and `build_loaders` are what a trainer needs. The list below follows the path of a text from a file
+into a batch; each file imports only files listed before it:
 
-    errors, config, cache       bad input, the settings of `data.*`, files that appear whole
-    document                    what a source yields: the vocabulary of all that follows
-    files, images, tokenizer    paths and encodings; pixels to patches; text to ids
-    tokens                      documents to token ids, in memory or in the cache
-    records                     files of records: JSONL, JSON, Parquet, Arrow
-    sources, chat, digits       readers: texts and records, data sets; conversations (a package); an image set
-    open                        settings to sources, and what of them is held out
-    packing, windows            which document goes into which row; rows in a shuffled order
-    rows, collate, loader       rows of one source or a mixture, with a position; rows to tensors; batches
-    build                       all of it put together
-    check                       what the data hold, for people: counts, lengths, refusals, samples
-    tokenizer_files, examples   files that go beside an exported tokenizer; conversations to try fine-tuning on
+    errors, config, cache:      errors about bad input; the settings `data.*`; cache files that are written atomically.
+    document:                   documents and their parts, and the interface of a source of documents.
+    files, images, tokenizer:   finds and decodes files; turns pixels into patches, and text into token ids.
+    tokens:                     turns documents into token ids, in memory or in the cache.
+    records:                    reads files of records (JSONL, JSON, Parquet, Arrow).
+    sources, chat, digits:      sources of texts and records, of conversations (a package), and of images of digits.
+    open:                       opens the configured sources and splits off the held-out data.
+    packing, windows:           packs documents into rows; shuffles the rows.
+    rows, collate, loader:      iterates over rows from one or several sources; makes tensors and batches of them.
+    build:                      makes the tokenizer and the loaders from a configuration.
+    check:                      reports on the data: counts, lengths, bad records, samples.
+    tokenizer_files, examples:  files beside an exported tokenizer; example conversations for fine-tuning.
 
-What is exported here is imported when it is first asked for, so that reading settings loads no torch.
+The names that the package exports are imported lazily, so that reading settings does not load torch.
 """
 
 from __future__ import annotations

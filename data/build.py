@@ -1,7 +1,8 @@
-"""Configuration -> tokenizer and loaders. This is the only file that knows all parts of the package.
+"""Makes the tokenizer and the data loaders from a configuration. Only this file uses all parts of the package.
 
-The way of a text: `open_sources` gives documents, `tokenised` their token ids (a stream is tokenised while it is read),
-`StoredWindows` or `StreamedWindows` packed and shuffled rows, and the loaders batches of tensors.
+A text passes through these steps: `open_sources` reads documents, `tokenised` turns them into token ids (a streamed
+source is tokenised while it is read), `StoredWindows` or `StreamedWindows` pack them into rows and shuffle the rows,
+and the loaders make batches of tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from data.windows import PackingWindow, StoredWindows, StreamedWindows, Windows,
 
 
 def load_tokenizer(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer of a configuration: read from a file, or trained on the training split once and then cached.
+    """Return the tokenizer of a configuration: either read from a file, or trained once on the training split and
+    cached.
 
-    `encode(text, add_special_tokens=False)` never returns a control token, whatever the text; pickling the tokenizer
-    loses this property. To show tokens to people use `decode(ids, skip_special_tokens=False)`. Raises `DataError` for a
-    file that is missing or not a tokenizer, ValueError listing every problem of the configuration.
+    With this tokenizer, `encode(text, add_special_tokens=False)` never returns a control token, whatever the text is; a
+    pickled copy of the tokenizer does not guarantee this. To display tokens, use `decode(ids,
+    skip_special_tokens=False)`. Raises `DataError` if the tokenizer file is missing or is not a tokenizer, and
+    ValueError that lists every problem of the configuration.
     """
     refuse(cfg.problems())
     if cfg.tokenizer != "train":
@@ -48,7 +51,7 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
 
 
 def _in_turn(readings: Iterable[Reading]) -> Iterator[str]:
-    """The texts of several sources, one of each in turn."""
+    """The texts of several sources, taken from each source in turn."""
     for documents in itertools.zip_longest(*readings):
         yield from (document[0].text for document in documents if document is not None)
 
@@ -64,16 +67,17 @@ def build_loaders(
     world_size: int = 1,
     vision: Mapping[str, Any] | None = None,
 ) -> tuple[TrainLoader, ValidationLoader | MixedValidation]:
-    """The training and validation loaders of a configuration.
+    """Make the training loader and the validation loader of a configuration.
 
     Args:
         tokenizer: from `load_tokenizer`.
-        seq_len: tokens of a row.
-        batch_size: rows of a micro-batch over all ranks. Each rank gets `batch_size / world_size` of them.
-        seed: determines the shuffled order.
-        vision: the model's `vision_config`. Sources with images need it, others ignore it.
+        seq_len: number of tokens in a packed row.
+        batch_size: number of rows of a micro-batch, summed over all ranks. Each rank gets `batch_size / world_size`
+            rows.
+        seed: random seed of the order in which rows are shuffled.
+        vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
 
-    Raises ValueError listing every problem of the arguments, `DataError` for bad input.
+    Raises ValueError that lists every invalid argument or setting, and `DataError` for bad data.
     """
     wrong = cfg.problems()
     parts = {} if cfg.mixture and wrong else cfg.parts()
@@ -118,15 +122,17 @@ def build_loaders(
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
-    """The sizes of image spans. Conversations may have images if model and tokenizer support them; otherwise each one
-    with an image is refused."""
+    """The settings that determine how many tokens an image takes, or None if the documents may have no images.
+    Conversations may have images if the model has a vision tower and the tokenizer an image token; otherwise a
+    conversation with an image is a bad record.
+    """
     kind = SOURCES[cfg.source]
     with_images = kind.images or (kind.conversations and special.image is not None)
     return VisionSettings.from_config(vision) if with_images and vision is not None else None
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise ValueError listing the problems, if there are any."""
+    """Raise ValueError that lists the problems, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -140,15 +146,15 @@ def argument_problems(
     world_size: int,
     vision: Mapping[str, Any] | None,
 ) -> list[str]:
-    """Everything that is wrong with the arguments of `build_loaders`, apart from the settings, a line each."""
+    """A list of all problems of the arguments of `build_loaders` except its settings `cfg`, one line per problem."""
     kind = SOURCES.get(cfg.source, SourceKind(""))
     missing = [token for token in REQUIRED_TOKENS if kind.conversations and tokenizer.token_to_id(token) is None]
     checks = [
-        (seq_len >= 2, f"seq_len={seq_len}: must be at least 2, a token and its target"),
+        (seq_len >= 2, f"seq_len={seq_len}: must be at least 2, for a token and the target after it"),
         (
             cfg.window_tokens >= 4 * seq_len,
-            f"data.window_tokens={cfg.window_tokens}: must be at least 4 * seq_len = {4 * seq_len}, or there is "
-            "little to pack",
+            f"data.window_tokens={cfg.window_tokens}: must be at least 4 * seq_len = {4 * seq_len}, because "
+            "packing needs several rows to choose from",
         ),
         (
             batch_size >= 1 and world_size >= 1 and batch_size % world_size == 0,
@@ -156,12 +162,20 @@ def argument_problems(
             f"world_size={world_size}",
         ),
         (0 <= rank < world_size, f"rank={rank}: must be in 0..{world_size - 1}"),
-        (not kind.images or vision is not None, f"data.source={cfg.source}: needs a model with a vision_config"),
+        (
+            not kind.images or vision is not None,
+            f"data.source={cfg.source}: this source has images, so the model needs a vision_config",
+        ),
         (
             not kind.images or special_ids(tokenizer).image is not None,
-            f"data.source={cfg.source}: the tokenizer has no image token; use data.tokenizer=train or add one",
+            f"data.source={cfg.source}: the tokenizer has no image token; use data.tokenizer=train or add an image "
+            "token to it",
         ),
-        (not missing, f"data.source={cfg.source}: the tokenizer has no {', '.join(missing)}; add them or use another"),
+        (
+            not missing,
+            f"data.source={cfg.source}: the tokenizer has no {', '.join(missing)}; add these tokens to it or use "
+            "another tokenizer",
+        ),
     ]
     return [message for ok, message in checks if not ok]
 
@@ -171,12 +185,14 @@ def _train_windows(cfg: DataConfig, source: Source, source_id: str, encoder: Enc
         return StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), cfg.window_tokens, seed)
     store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
     if not len(store):
-        raise _empty("training", "all are held out; lower", store)
+        raise _empty("training", "all documents are held out; lower", store)
     return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
 
 
 def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> PackingWindow:
-    """The held-out rows: all of them, or of a stream the first `validation_rows`."""
+    """The held-out rows: all rows of the held-out source, or only the first `validation_rows` rows if it is
+    streamed.
+    """
     if cfg.streaming:
         tokens = cfg.validation_rows * encoder.seq_len
         window = StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), tokens, None).load(0, 0, None)
@@ -184,12 +200,14 @@ def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> PackingWindo
         store = tokenised(source, source.identity(), encoder, cfg.on_error, cfg.cache_path)
         window = whole_split(store, encoder.seq_len)
     if not len(window.rows):
-        raise _empty("validation", "too few to hold one out; raise", window.store)
+        raise _empty("validation", "there are too few documents to hold one out; raise", window.store)
     return window
 
 
 def _empty(split: str, otherwise: str, store: TokenStore) -> DataError:
-    """The error for a split without documents: what was skipped, or `otherwise` what to do about the settings."""
+    """The error for a split without documents. It lists the skipped records; if none was skipped, it says how to change
+    the settings, beginning with the text `otherwise`.
+    """
     skipped = ", ".join(f"skipped {number} x {reason}" for reason, number in sorted(store.skipped.items()))
     detail = skipped or f"{otherwise} data.validation_share, or name held-out files in data.validation_paths"
     return DataError(f"{split} split", 0, "no documents", detail)

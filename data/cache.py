@@ -1,4 +1,6 @@
-"""Cache entries that are written completely or not at all, by one process while the others wait."""
+"""Cache files and folders that are written atomically (completely or not at all), by one process while the others
+wait.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from data.errors import DataError, naming
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry, so that one process makes the entry and the others then find it.
+    """A context manager that holds the lock of a cache entry, so that one process creates the entry while others wait
+    for it.
 
     Raises `DataError` if the lock file cannot be written.
     """
@@ -35,10 +38,11 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure.
+    """A context manager that yields a temporary path beside `path`, and renames that file to `path` on success or
+    removes it on failure.
 
-    Call it while holding the lock of `path`: the temporary name is fixed, so a killed process leaves at most one such
-    file behind, and the next process overwrites it.
+    The caller must hold the lock of `path`. The name of the temporary file is fixed, so a killed process leaves at most
+    one such file behind, and the next process overwrites it.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -51,7 +55,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder. `path` must not exist yet."""
+    """Like `atomic_file`, but for a folder. `path` must not exist yet."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""What a configuration's data hold, read whole: counts, lengths, refusals and samples. Nothing is trained or cached."""
+"""Reads all data of a configuration and reports counts, lengths, bad records and samples. Nothing is trained or
+cached.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from data.packing import pack_rows
 from data.tokenizer import ASSISTANT, USER, special_ids
 from data.tokens import Encoded, Encoder
 
-EXAMPLES = 3  # refusals named of each reason, and samples shown
+EXAMPLES = 3  # number of bad records that are listed for each reason, and of samples
 
 
 @dataclass
 class SplitReport:
-    """What one split holds.
+    """The contents of one split of the data.
 
     Attributes:
-        records, documents: records that can be used, and what they become.
-        turns: messages of users and answers; of a conversation that becomes several documents counted once.
-        tokens, supervised: of all documents; supervised are those that can be targets.
-        lengths: int64 [documents], tokens of each.
-        rows, padding: packed rows of `seq_len`, and the share of padding in them.
-        refusals: for each reason how many records, and the first ones with file and line.
-        samples: of the first documents, runs of tokens as (text, whether it is supervised).
+        records, documents: number of valid records, and of the documents made of them.
+        turns: number of user and assistant messages; those of a conversation that becomes several documents count once.
+        tokens, supervised: number of tokens of all documents, and of the tokens that can be targets of the loss.
+        lengths: the number of tokens of each document, int64 [documents].
+        rows, padding: number of packed rows of `seq_len` tokens, and the fraction of padding in them.
+        refusals: for each reason, the number of bad records, and the first of them with file and line.
+        samples: the first documents, each as a list of (text, whether it is supervised).
     """
 
     records: int = 0
@@ -53,7 +55,7 @@ class SplitReport:
 
 
 class _Collect(BadRecordPolicy):
-    """Skips every bad record and remembers the first of each reason."""
+    """Skips every bad record, and keeps the first errors for each reason."""
 
     def __init__(self) -> None:
         super().__init__("skip")
@@ -72,9 +74,10 @@ class _Collect(BadRecordPolicy):
 def check_data(
     cfg: DataConfig, tokenizer: Tokenizer, seq_len: int, vision: Mapping[str, Any] | None = None
 ) -> dict[str, SplitReport]:
-    """Read both splits whole: {"training": ..., "validation": ...}; of a mixture those of every source.
+    """Read both splits completely and return {"training": report, "validation": report}; for a mixture, both splits of
+    every source.
 
-    Bad records are counted whatever `on_error` says. Raises ValueError listing every problem of the settings,
+    Bad records are counted whatever the setting `on_error` is. Raises ValueError that lists every invalid setting, and
     `DataError` for data that cannot be opened.
     """
     wrong = cfg.problems()
@@ -121,7 +124,9 @@ def _read(source: Any, encoder: Encoder) -> SplitReport:
 
 
 def _mask(encoded: Encoded, encoder: Encoder) -> np.ndarray:
-    """bool [tokens]: which tokens are targets if the document is not cut, as `Collator` labels them."""
+    """bool [tokens]: which tokens of a document are targets of the loss if the document is not cut; `Collator` labels
+    the same tokens.
+    """
     mask = np.ones(len(encoded.ids), np.bool_) if encoded.loss_mask is None else encoded.loss_mask.astype(np.bool_)
     mask[0] = False
     if encoder.vision is not None:

@@ -1,4 +1,4 @@
-"""Rows of token ids -> the tensors of a batch."""
+"""Turns packed rows of token ids into the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from data.tokenizer import SpecialIds
 from data.windows import PackingWindow
 
 Batch = dict[str, torch.Tensor]
-IGNORE_INDEX = -100  # the label of a token that is not a target
+IGNORE_INDEX = -100  # the label of a token that is not a target of the loss
 
 
 class Collator:
-    """Makes batches of rows.
+    """Makes batches of packed rows.
 
     A batch is a dictionary of CPU tensors:
-        input_ids: int64 [B, S].
-        labels: int64 [B, S], not shifted. IGNORE_INDEX at padding, at image tokens, at the first token of every piece
-            of a document, and where the loss mask is False.
-        seq_lens: int64 [B, pieces], the lengths of the pieces in each row, filled up with zeros.
-    and from a source with images also:
+        input_ids: int64 [B, S], the token ids.
+        labels: int64 [B, S], the target labels, not shifted. A label is IGNORE_INDEX at padding, at image tokens, at
+            the first token of every piece of a document, and where the loss mask is False.
+        seq_lens: int64 [B, pieces], the lengths of the pieces of documents in each row, padded with zeros.
+    A batch from a source with images also has:
         pixel_values: float32 [patches, 3, p, p], the patches of all images.
         image_grid_hws: int64 [images, 2], height and width of each image in patches.
-        vision_token_types: int64 [B, S], see `data/images.py`.
+        vision_token_types: int64 [B, S], the types of image tokens (see `Grid.token_types`), -1 for text.
     """
 
     def __init__(self, seq_len: int, special: SpecialIds, vision: VisionSettings | None):
         self.seq_len, self.special, self.vision = seq_len, special, vision
 
     def collate(self, chosen: list[tuple[PackingWindow, int]]) -> Batch:
-        """A batch of the chosen rows, each given as (window, row number). The number -1 gives a row of padding."""
+        """Make a batch of the chosen rows, each given as (window, row number). The row number -1 stands for a row of
+        padding.
+        """
         shape = len(chosen), self.seq_len
         ids = np.full(shape, self.special.pad, np.int64)
         labels = np.full(shape, IGNORE_INDEX, np.int64)
-        pictures: list[tuple[int, int, Picture]] = []  # row, where its document begins in the row, picture
+        pictures: list[tuple[int, int, Picture]] = []  # row, position in the row where the document begins, picture
         lengths: list[list[int]] = []
         for i, (window, row) in enumerate(chosen):
             store, rows, at = window.store, window.rows, 0
@@ -46,7 +48,9 @@ class Collator:
                 document, length = int(rows.document[piece]), int(rows.length[piece])
                 first = int(store.offsets[document] + rows.start[piece])
                 ids[i, at : at + length] = store.tokens[first : first + length]
-                targets = ids[i, at + 1 : at + length]  # nothing predicts the first token
+                targets = ids[
+                    i, at + 1 : at + length
+                ]  # no label at a piece's first token: nothing before it predicts it
                 if store.loss_mask is not None:
                     targets = np.where(store.loss_mask[first + 1 : first + length], targets, IGNORE_INDEX)
                 labels[i, at + 1 : at + length] = targets
@@ -61,7 +65,9 @@ class Collator:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _images(self, ids: np.ndarray, pictures: list[tuple[int, int, Picture]]) -> dict[str, np.ndarray]:
-        """The tensors of the images, each of which takes the first free span of image tokens in its document."""
+        """The tensors of the images; each image belongs to the first image span in its document that has no image
+        yet.
+        """
         vision = self.vision
         assert vision is not None
         size = vision.patch_size

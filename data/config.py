@@ -1,4 +1,4 @@
-"""The settings `data.*`, and the kinds of source there are. Needs only the standard library."""
+"""The settings `data.*` and the kinds of data source. This file imports only the standard library."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MIN_VOCAB_SIZE = 512  # 256 bytes, the special tokens and room for merges
+MIN_VOCAB_SIZE = 512  # tokens: one for each of 256 byte values, the special tokens, and room for merges
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """Facts about one kind of source, known before any source is opened.
+    """The properties of one kind of data source, which are known before a source is opened.
 
     Attributes:
-        opener: "module:function" of the function in `data/open.py` that opens it. It is given by name because it needs
-            libraries that reading the settings does not.
-        paths: what `data.paths` must hold: "files" (files, folders or patterns), "dataset" (one id or folder) or
-            "nothing".
-        suffixes: which files of a folder are taken.
-        streams: whether it can be tokenised during training (`data.streaming`).
-        images: whether its documents always have images, so that the model needs a vision tower.
-        conversations: whether its documents say which of their parts are supervised. They may have images if the model
-            has a vision tower.
-        tokenizer_source: the kind of source to train a tokenizer on, for a source with too little text of its own.
+        opener: the function in `data/open.py` that opens the source, as "module:function". It is given by name because
+            importing it loads libraries that the settings do not need.
+        paths: what `data.paths` must contain: "files" (files, folders or glob patterns), "dataset" (one dataset id or
+            folder) or "nothing".
+        suffixes: the suffixes of the files that are read in a folder.
+        streams: whether the source can be tokenised during training (`data.streaming`).
+        images: whether the documents always have images, in which case the model needs a vision tower.
+        conversations: whether the documents are conversations, which mark the supervised parts. They may contain images
+            if the model has a vision tower.
+        tokenizer_source: the kind of source on which the tokenizer is trained, for a source that has too little text
+            itself.
     """
 
     opener: str
@@ -54,13 +55,13 @@ SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
 }
 
 
-# Settings that a mixture's sources have in common.
+# The settings that are the same for all sources of a mixture.
 SHARED = ("mixture", "tokenizer", "vocab_size", "cache_dir", "on_error", "shuffle")
 
 
 @dataclass
 class DataConfig:
-    """Where documents come from, how they become tokens, and how they are packed.
+    """The settings of the training data: the source of documents, the tokenizer, and packing.
 
     Attributes:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document per file),
@@ -68,27 +69,30 @@ class DataConfig:
             folder, read with `datasets`), `image_text` (records whose `field` is a list of text and image parts),
             `chat` (conversations in files of records or a data set, see `data/chat`; a conversation is never cut) or
             `digits` (scikit-learn's images of digits, with their names).
-        paths: files, folders (without their hidden files) or glob patterns, also packed (.gz, .zst, .bz2, .xz); one id
-            or folder for `hub`, and for `chat` if it is a data set; empty for `stdlib` and `digits`.
-        format: the shape of records: `auto` (by the keys of each record), `text` or `tokens`; for `chat` `messages`,
-            `sharegpt`, `alpaca`, `prompt_completion`, `preference` or `tokens` (`data/chat/formats.py`).
-        validation_paths: held-out files; they are not trained on, even if `paths` includes them. If empty, a stable
-            hash holds out `validation_share` of the data: whole files for `stdlib` and `text`, single records for the
-            others (by content, so that copies of a record stay together).
-        field: the column that holds the text (`image_text`: the list of parts; `chat`: the messages).
+        paths: files, folders (without their hidden files) or glob patterns, where files may be compressed (.gz, .zst,
+            .bz2, .xz); for `hub`, and for `chat` with a data set, one dataset id or folder; empty for `stdlib` and
+            `digits`.
+        format: the format of records: `auto` (recognised by the keys of each record), `text` or `tokens`; with source
+            `chat` it is `auto`, `messages`, `sharegpt`, `alpaca`, `prompt_completion`, `preference` or `tokens`
+            (`data/chat/formats.py`).
+        validation_paths: held-out files, which are not trained on even if `paths` includes them. If empty, a stable
+            hash holds out the fraction `validation_share` of the data: whole files for `stdlib` and `text`, single
+            records for other sources (by content, so that copies of a record are on the same side).
+        field: the column or key with the text (for `image_text` the list of parts, for `chat` the messages).
         hub_name, hub_revision, hub_split, hub_validation_split: passed to `datasets.load_dataset`.
-        streaming: tokenise during training instead of once into the cache; needs `validation_rows`.
+        streaming: whether to tokenise during training instead of once into the cache; requires `validation_rows`.
         on_error: `stop` ends the run at the first bad record; `skip` leaves bad records out and counts them by reason.
-        tokenizer: `train` (a byte-level BPE, trained on the training split) or the path of a tokenizer.json or its
-            folder.
-        vocab_size: entries of a trained tokenizer, including special tokens.
-        cache_dir: where trained tokenizers and tokenised documents are kept.
-        shuffle: shuffle documents and rows, by seed and epoch.
-        window_tokens: size of a packing window: documents of so many tokens are packed together and their rows
-            shuffled. With `streaming` it is also the shuffle buffer.
-        mixture: several sources in place of one: for each a name with its `weight`, its share of the tokens in relation
-            to the others' (7 and 1: seven of eight), and the settings of `data` that are its own.
-        validation_rows: how many packed rows to evaluate at most; 0 means all.
+        tokenizer: `train` (train a byte-level BPE on the training split), or the path of a tokenizer.json or of a
+            folder that has one.
+        vocab_size: vocabulary size of a trained tokenizer, including special tokens.
+        cache_dir: folder in which trained tokenizers and tokenised documents are cached.
+        shuffle: whether to shuffle documents and packed rows; the order depends on the seed and the epoch.
+        window_tokens: size of a packing window in tokens: documents with this many tokens are packed together, and
+            their rows are shuffled. With `streaming` this is also the size of the shuffle buffer.
+        mixture: several sources instead of one: maps the name of each source to its `weight` and to those settings of
+            `data` that differ for it. The weights are relative: with 7 and 1, seven of eight tokens come from the first
+            source.
+        validation_rows: maximum number of held-out packed rows to evaluate; 0 means all.
     """
 
     source: str = "stdlib"
@@ -112,7 +116,9 @@ class DataConfig:
     mixture: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def parts(self) -> dict[str, DataConfig]:
-        """The settings of every source, by the names of `mixture`; without a mixture of the one source, named ""."""
+        """The settings of each source of the mixture, by its name; if there is no mixture, the settings of the only
+        source, under the name "".
+        """
         if not self.mixture:
             return {"": self}
         own = {
@@ -122,7 +128,7 @@ class DataConfig:
         return {name: dataclasses.replace(self, mixture={}, **given) for name, given in own.items()}
 
     def weights(self) -> dict[str, float]:
-        """The weight of every source of the mixture."""
+        """The weight of each source of the mixture, by its name."""
         return {name: float(given["weight"]) for name, given in self.mixture.items()}
 
     @property
@@ -130,7 +136,9 @@ class DataConfig:
         return Path(self.cache_dir).expanduser()
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the settings, a line each: key, value, rule, remedy. Reads no files."""
+        """A list of all problems of the settings, one line per problem with key, value, rule and remedy. No files are
+        read.
+        """
         if self.mixture:
             return [text for name, given in self.mixture.items() for text in self._mixture_problems(name, given)]
         kind = SOURCES.get(self.source, SourceKind(""))
@@ -162,7 +170,7 @@ class DataConfig:
         return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]
 
     def _mixture_problems(self, name: str, given: Any) -> Iterator[str]:
-        """What is wrong with a source of the mixture."""
+        """The problems of the settings of one source of the mixture."""
         where = f"data.mixture.{name}"
         if not isinstance(given, dict) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             yield f"{where}={given!r}: must be a name of letters, digits, - and _, with a mapping (weight, paths)"
@@ -192,7 +200,7 @@ class DataConfig:
             yield from (text.replace("data.", f"{where}.", 1) for text in part.problems())
 
     def _source_checks(self) -> list[tuple[bool, str, object, str]]:
-        """What the kind of source requires of the other settings: (is met, key, value, rule)."""
+        """The rules that the kind of source sets for other settings, as (whether the rule holds, key, value, rule)."""
         if self.source not in SOURCES:
             return []
         kind = SOURCES[self.source]

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as documents of image and text: real images that need no download."""
+"""A source of image-text documents made of scikit-learn's handwritten digits, which need no download."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from data.document import Document, Picture, Position, Reading, hash_share
 from data.errors import BadRecordPolicy, DataError
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-FILE = "scikit-learn digits"  # what a document names as its file
+FILE = "scikit-learn digits"  # the file name that these documents give in errors
 LARGEST = 16  # pixel values run from 0 to 16
 
 
 class DigitSource:
-    """1,797 images of 8 x 8 pixels, each followed by the name of its digit. Split by a hash of the pixels."""
+    """A source of 1,797 images of 8 x 8 pixels, each followed by the name of its digit. A hash of the pixels decides
+    which images are held out.
+    """
 
     def __init__(self, split: str, validation_share: float):
         self.split, self.share = split, validation_share

@@ -1,8 +1,8 @@
-"""The vocabulary of the package: documents, their parts, and the interface of a source.
+"""Defines documents, the parts of a document, and the interface of a source of documents.
 
-A source yields `(document, after)` pairs. `after()` returns the position behind that document; given to `read`, reading
-continues there without reading what came before. It must be called before the next pair is asked for. A position can
-be written as JSON and is meaningful to its own source only.
+A source yields `(document, after)` pairs. `after()` returns the position just after that document, and must be called
+before the next pair is requested. Given such a position, `read` continues from there without reading the data before
+it. A position is a JSON value that only the source itself can interpret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data.errors import BadRecordPolicy, DataError
 class Picture:
     """An image inside a document: its size in pixels, a key that identifies it, and how to load it.
 
-    `open` returns a PIL image and raises `DataError` if it cannot.
+    `open` returns a PIL image, or raises `DataError` if the image cannot be loaded.
     """
 
     key: str
@@ -30,14 +30,18 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control token inside a document, by its released spelling. Text with the same spelling stays ordinary text."""
+    """A control token inside a document, identified by its spelling in the released tokenizer. Text with the same
+    spelling is not a control token but ordinary text.
+    """
 
     spelling: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Text that comes as token ids. `supervised`: of each, whether it is a target; None: as the part is."""
+    """Text that is given as token ids. `supervised`: for each token id, whether it is a target of the loss; None if the
+    whole part is supervised or not.
+    """
 
     ids: tuple[int, ...]
     supervised: tuple[bool, ...] | None = None
@@ -51,10 +55,11 @@ class Document:
     """One training document.
 
     Attributes:
-        parts: text, images, control tokens and token ids in reading order.
-        file, line: where it came from; line 0 means the whole file.
-        supervised: for each part, whether its tokens are targets; None if all are.
-        record: replaces the content as `key`, for documents that must stay on the same side of a split.
+        parts: the text, images, control tokens and token ids of the document, in reading order.
+        file, line: the file and line that the document came from; line 0 means the whole file.
+        supervised: for each part, whether its tokens are targets of the loss; None if all parts are supervised.
+        record: if given, `key` is this value instead of the content, so that documents with the same value are on the
+            same side of a training/held-out split.
     """
 
     parts: tuple[Part, ...]
@@ -65,12 +70,12 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The text parts, joined."""
+        """All text parts of the document, joined into one string."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def key(self) -> bytes:
-        """Equal for documents with the same content, wherever they came from."""
+        """A key that is equal for documents with the same content, even if they come from different files."""
         if self.record is not None:
             return self.record
         return "\0".join(_key(part) for part in self.parts).encode()
@@ -81,15 +86,18 @@ Reading = Iterator[tuple[Document, Callable[[], Position]]]
 
 
 class Source(Protocol):
-    """A stream of documents that can be read again, in the same order, from any position."""
+    """A sequence of documents that can be read repeatedly, always in the same order, from any position."""
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
-        """Documents from `position` on (None: from the start), each with the position behind it."""
+        """Yield the documents from `position` on (None means from the start), each with a function that returns the
+        position after it.
+        """
         ...
 
     def identity(self, content: bool = True) -> str:
-        """A hash that changes when the documents do. With `content=False` the contents of files are not read: the hash
-        then covers only their names and sizes."""
+        """A hash that changes when the documents change. With `content=False` the contents of files are not read, and
+        the hash depends only on the names and sizes of the files.
+        """
         ...
 
 
@@ -97,17 +105,19 @@ def _key(part: Part) -> str:
     if isinstance(part, Tokens):
         return repr((part.ids, part.supervised))
     if isinstance(part, Control):
-        raise TypeError(f"{part} is no part of plain text")
+        raise TypeError(f"{part} cannot be part of a plain text document")
     return part if isinstance(part, str) else part.key
 
 
 def hash_share(key: bytes) -> float:
-    """A number in [0, 1) that depends on `key` alone. A split holds out the keys whose number is below its share."""
+    """A pseudo-random number in [0, 1) that depends only on `key`. A document is held out if the number of its key is
+    below the configured fraction.
+    """
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
 def value_of(record: Any, field: str, file: str, line: int) -> Any:
-    """The value of a field of a record. Raises `DataError` if the record is not an object or lacks the field."""
+    """The value of `field` in a record. Raises `DataError` if the record is not a JSON object or lacks the field."""
     if not isinstance(record, dict):
         raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")
     if field not in record:
@@ -116,7 +126,9 @@ def value_of(record: Any, field: str, file: str, line: int) -> Any:
 
 
 def text_of(record: Any, field: str, file: str, line: int) -> str:
-    """The text in a field of a record. Raises `DataError` if it is missing, not a string, blank or invalid Unicode."""
+    """The text of `field` in a record. Raises `DataError` if the text is missing, not a string, blank or invalid
+    Unicode.
+    """
     value = value_of(record, field, file, line)
     if not isinstance(value, str):
         raise DataError(file, line, "field is not a string", f"{field} is {kind_of(value)}")
@@ -126,7 +138,7 @@ def text_of(record: Any, field: str, file: str, line: int) -> str:
 
 
 def encodable(text: str, file: str, line: int) -> str:
-    """`text` itself. Raises `DataError` if it cannot be encoded as UTF-8."""
+    """Returns `text` unchanged. Raises `DataError` if the text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # a JSON escape can be half of a surrogate pair
@@ -135,13 +147,13 @@ def encodable(text: str, file: str, line: int) -> str:
 
 
 def missing_field(field: str, names: Iterable[str]) -> str:
-    """The detail of an error about a missing field, given the names of the fields that exist."""
+    """The detail text of an error about a missing field; `names` are the fields that exist."""
     names = list(names)[:20]
     return f"there is no {field!r}; set data.field to one of {', '.join(map(repr, names)) or 'none'}"
 
 
 def kind_of(value: Any) -> str:
-    """The type of a JSON value, in words."""
+    """The type of a JSON value in words, for error messages."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number" if isinstance(value, int | float) else type(value).__name__
     )

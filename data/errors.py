@@ -1,4 +1,4 @@
-"""How bad input is reported, and what decides whether it stops the run."""
+"""Errors about bad input data, and the policy that decides whether bad records stop the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """Input that cannot become a document. The message is one line with file, line and reason.
+    """The error for input data that cannot become a document. Its message is one line with file, line and reason.
 
     Attributes:
-        file: path, or name of the data set.
-        line: number of the line or record, from 1; 0 for the file as a whole.
+        file: the path of the file, or the name of the data set.
+        line: number of the line or record, counted from 1; 0 means the whole file.
         reason: a short phrase, the same for every record with this problem, so that records can be counted by reason.
-        detail: what is specific to this record, and what to do.
+        detail: the details of this record's problem, and what to do about it.
     """
 
     def __init__(self, file: str, line: int, reason: str, detail: str = ""):
@@ -28,38 +28,40 @@ class DataError(ValueError):
 
 
 class BadRecordPolicy:
-    """What to do about a bad record (`data.on_error`): `stop` raises its `DataError`, `skip` leaves the record out.
+    """Handles bad records as `data.on_error` says: `stop` raises their `DataError`, `skip` leaves the records out.
 
-    Skipped records are counted by reason, and the first of each reason is logged. Input that can be repaired, such as a
-    byte order mark, is repaired under either policy, and counted and logged in the same way.
+    Skipped records are counted by reason, and the first record of each reason is logged. Problems that can be repaired,
+    such as a byte order mark, are repaired under either policy, and are counted and logged in the same way.
     """
 
     def __init__(self, on_error: str):
         self.stop = on_error == "stop"
         self.skipped: Counter[str] = Counter()
         self.repaired: Counter[str] = Counter()
-        self.formats: Counter[str] = Counter()  # records by the shape they were recognised as, see `data.format`
-        self.unused: Counter[str] = Counter()  # keys of records that nothing is taken from
+        self.formats: Counter[str] = Counter()  # number of records of each recognised format, see `data.format`
+        self.unused: Counter[str] = Counter()  # for each unused key, the number of records that have it
 
     def report(self, error: DataError) -> None:
-        """Raise the error or count it. After a return the caller goes on with the next record."""
+        """Either raise the error, or count it and return; the caller then continues with the next record."""
         if self.stop:
             raise error
         self._count(self.skipped, "skipped", error)
 
     def repair(self, error: DataError) -> None:
-        """Count a problem that the caller has repaired."""
+        """Count and log a problem in the data that the caller has repaired."""
         self._count(self.repaired, "repaired", error)
 
     def _count(self, counter: Counter[str], action: str, error: DataError) -> None:
         if not counter[error.reason]:
-            log.warning("%s %s (more of the same are only counted)", action, error)
+            log.warning("%s %s (further records with this problem are counted but not logged)", action, error)
         counter[error.reason] += 1
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Around writing to an open file, whose errors do not say which one it is: "No space left on device" alone."""
+    """A context manager for writing to an open file that adds the file's name to errors such as "No space left on
+    device".
+    """
     try:
         yield
     except OSError as error:

@@ -1,10 +1,11 @@
-"""Conversations to try fine-tuning on, made from data on every machine: ``python -m data.examples NAME FOLDER``.
+"""Writes example conversations for fine-tuning, without any download: ``python -m data.examples NAME FOLDER``.
 
-NAME is ``modules`` (a line of the running Python's standard library in which the name of a module is blanked out; the
-answer is that name) or ``digits`` (scikit-learn's images; the question is which digit it is). ``train.jsonl`` and
-``valid.jsonl`` are written to FOLDER, in the format of ``data/chat``. The standard library is split by file in the same
-way as ``data.source=stdlib`` splits it, so a model trained on that corpus has not seen the held-out lines. Held-out
-lines that also occur in a training file are left out.
+NAME is ``modules`` or ``digits``. In ``modules`` the user shows a line of the running Python's standard library in
+which the name of a module is blanked out, and the answer is that name. In ``digits`` the user shows one of
+scikit-learn's images and asks which digit it is. ``train.jsonl`` and ``valid.jsonl`` are written to FOLDER, in the
+format of ``data/chat``. The files of the standard library are split into training and held-out files in the same way as
+by ``data.source=stdlib``, so a model trained on that corpus has not seen the held-out lines. Held-out lines that also
+occur in a training file are left out.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from data.document import Picture, hash_share
 from data.errors import BadRecordPolicy
 from data.files import stdlib_files
 
-HELD_OUT = 0.05  # share of the files, the default of `data.validation_share`
+HELD_OUT = 0.05  # fraction of the files that is held out, equal to the default of `data.validation_share`
 HELD_OUT_DIGITS = 0.2
 BLANK = "____"
-SHORTEST = 8  # shorter lines, in characters, are left out
+SHORTEST = 8  # lines with fewer characters are left out
 
 
 def modules() -> tuple[list[dict], list[dict]]:
-    """Questions for the missing module of a line: from training files, and from held-out files."""
-    lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}  # by whether held out; in order, each once
+    """Conversations that ask for the blanked-out module name in a line: those from training files, and those from
+    held-out files.
+    """
+    lines: dict[bool, dict[tuple[str, str], None]] = {
+        False: {},
+        True: {},
+    }  # by whether the line is held out; lines in order, without duplicates
     for file in stdlib_files():
         held_out = hash_share(file.name.encode()) < HELD_OUT
         lines[held_out].update(dict.fromkeys(_blanked(file.path.read_bytes())))
@@ -43,7 +49,9 @@ def modules() -> tuple[list[dict], list[dict]]:
 
 
 def digits() -> tuple[list[dict], list[dict]]:
-    """Questions for the digit in an image: for training, and held out by a hash of the pixels."""
+    """Conversations that ask which digit an image shows: those for training, and those that a hash of the pixels holds
+    out.
+    """
     return list(_digits("train")), list(_digits("validation"))
 
 
@@ -51,7 +59,7 @@ EXAMPLES = {"modules": modules, "digits": digits}
 
 
 def write(name: str, folder: Path) -> tuple[int, int]:
-    """Write the conversations of one example. Returns how many are for training and how many are held out."""
+    """Write the conversations of one example data set. Returns the number for training and the number held out."""
     train, valid = EXAMPLES[name]()
     folder.mkdir(parents=True, exist_ok=True)
     for split, records in (("train", train), ("valid", valid)):
@@ -61,9 +69,11 @@ def write(name: str, folder: Path) -> tuple[int, int]:
 
 
 def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
-    """(line with the name of an imported module blanked out, the name) for every such line of a Python file.
+    """Yield (line, name) for every line of a Python file that uses an imported module; in the line the module's name is
+    blanked out.
 
-    Names that the file also uses for something else are left out, and so are lines in which the name occurs again.
+    Modules whose name the file also uses for something else are left out, and so are lines in which the name occurs
+    twice.
     """
     try:
         text = source.decode("utf-8")
@@ -98,7 +108,7 @@ def _chat(question: Any, answer: str) -> dict:
 
 
 def main(arguments: Iterable[str]) -> None:
-    """Run the command line."""
+    """Run the command line with these arguments."""
     arguments = list(arguments)
     if len(arguments) != 2 or arguments[0] not in EXAMPLES:
         sys.exit(f"usage: python -m data.examples {'|'.join(EXAMPLES)} FOLDER")

@@ -1,4 +1,4 @@
-"""Finds the files that a configuration names, decompresses and decodes them."""
+"""Finds the data files that a configuration names, and decompresses and decodes them."""
 
 from __future__ import annotations
 
@@ -49,19 +49,21 @@ JUST_WRITTEN_NS = 3 * 10**9
 
 @dataclass(frozen=True, order=True, slots=True)
 class File:
-    """A file's path, and its name relative to the configured folder, which does not change if the folder is moved."""
+    """The path of a file, and its name relative to the configured folder; the name stays the same if the folder is
+    moved.
+    """
 
     path: Path
     name: str
 
 
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
-    """All files that the paths name, sorted, each once.
+    """All files that the paths name, sorted and without duplicates.
 
-    In a folder, these are the files with one of `suffixes` (in upper or lower case, possibly compressed: `.gz`, `.zst`,
-    `.bz2`, `.xz`), at any depth and through links to folders, but not hidden files; the log counts the files that are
-    left out. A file that is named itself or matches a glob pattern is taken whatever its suffix. Raises `DataError` for
-    a path without files.
+    A path can be a folder, a file or a glob pattern. Of a folder, all files with one of `suffixes` are taken (in upper
+    or lower case, possibly compressed: `.gz`, `.zst`, `.bz2`, `.xz`), at any depth and through links to folders, except
+    hidden files; the log counts the files that are left out. A single file, or one that matches a glob pattern, is
+    taken whatever its suffix is. Raises `DataError` for a path without files.
     """
     found: dict[Path, File] = {}
     for entry in paths:
@@ -84,7 +86,7 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
 
 
 def suffix_of(path: Path) -> str:
-    """The lower-case suffix that identifies the content, ignoring compression suffixes such as .gz."""
+    """The lower-case suffix of a file name, ignoring compression suffixes such as .gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:
         suffixes.pop()
@@ -92,8 +94,8 @@ def suffix_of(path: Path) -> str:
 
 
 def _walk(root: Path, excluded: Callable[[str], bool], links: bool = True) -> Iterator[Path]:
-    """All files below a folder. links: follow links to folders too, after everything else, and visit each folder once,
-    so that a link to a parent folder does not loop.
+    """All files in a folder and its subfolders. links: whether to follow links to folders. Links are followed last and
+    each folder is visited once, so that a link to a parent folder does not cause an endless loop.
     """
     waiting, seen = deque([str(root)]), set()
     while waiting:
@@ -114,7 +116,7 @@ def _log_once(message: str) -> None:
 
 
 def _tell_left_out(folder: Path, files: list[Path]) -> None:
-    """Log once which files of a folder are not read: the number of files of each suffix, and the first file."""
+    """Log once which files of a folder are not read: the number of files with each suffix, and the first such file."""
     if files:
         kinds = Counter(suffix_of(path) or "no suffix" for path in files)
         counts = ", ".join(f"{number} x {suffix}" for suffix, number in kinds.most_common(5))
@@ -125,7 +127,7 @@ def _tell_left_out(folder: Path, files: list[Path]) -> None:
 def stdlib_files() -> list[File]:
     """The default corpus: the .py files of the running Python's standard library, without tests and generated files."""
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    # An empty file, as some __init__.py are, is not a document.
+    # Empty files, such as some __init__.py, are left out because they are not documents.
     paths = [p for p in _walk(root, _not_in_corpus, links=False) if p.suffix == ".py" and p.stat().st_size]
     if not paths:
         raise DataError(str(root), 0, "missing file", "this Python has no standard library on disk; set data.source")
@@ -137,9 +139,10 @@ def _not_in_corpus(name: str) -> bool:
 
 
 def content_hash(path: Path) -> bytes:
-    """BLAKE2b of a file's content. A file that keeps its size and modification time is read once per process.
+    """The BLAKE2b hash of a file's content. Each process reads a file only once as long as its size and modification
+    time do not change.
 
-    Raises OSError if it cannot be read.
+    Raises OSError if the file cannot be read.
     """
     status = path.stat()
     if time.time_ns() - status.st_mtime_ns < JUST_WRITTEN_NS:
@@ -160,7 +163,7 @@ def _read_hash(path: Path) -> bytes:
 def open_unpacked(path: Path) -> Any:
     """Open a file for reading bytes, decompressed if it is compressed with gzip, zstd, bzip2 or xz.
 
-    Raises OSError if it cannot be opened. Reading a damaged file raises one of `UNPACKING_ERRORS`.
+    Raises OSError if the file cannot be opened. Reading a damaged file raises one of `UNPACKING_ERRORS`.
     """
     with path.open("rb") as file:
         begin = file.read(8)

@@ -1,8 +1,10 @@
-"""Images as patches and token spans, with the numbers of the released image processor (V4.1 report, vision section).
+"""Turns images into patches and spans of image tokens, exactly as the released image processor does (V4.1 report,
+vision section).
 
 An image is resized without changing its aspect ratio, padded with grey (127) to whole patches, scaled to [-1, 1] and
-cut into patches in reading order. In the token stream it is one START token, the rows of the token grid (IMAGE tokens
-followed by one NEWLINE), and one END token. The token grid is the patch grid divided by `downsample_ratio`, rounded up.
+cut into patches in reading order. In the token sequence, an image is one START token, then the rows of its token grid
+(IMAGE tokens followed by one NEWLINE token), and one END token. The token grid is the patch grid divided by
+`downsample_ratio`, rounded up.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ from data.errors import DataError
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
 GREY = (127, 127, 127)
-WHITE = (255, 255, 255)  # what shows through transparency
-DISPLAY_GAMMA = 1 / 2.2  # of a file without a gamma of its own
-STILL_FORMATS = ("MPO", "PSD")  # their further frames are previews and layers; viewers show the first one
+WHITE = (255, 255, 255)  # the background of transparent images
+DISPLAY_GAMMA = 1 / 2.2  # the gamma that displays assume for a file without one
+STILL_FORMATS = (
+    "MPO",
+    "PSD",
+)  # formats whose further frames are previews and layers; viewers show only the first frame
 MAX_PIXELS = 2**26  # 67 million, 200 MB as RGB; a small file can claim to have far more pixels
 
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """The keys of the model's `vision_config` that determine patches and spans, with released names and defaults."""
+    """The keys of the model's `vision_config` that determine patches and image spans, with the released names and
+    defaults.
+    """
 
     patch_size: int = 14
     downsample_ratio: int = 3
@@ -43,7 +50,9 @@ class VisionSettings:
 
     @classmethod
     def from_config(cls, vision_config: Mapping[str, Any]) -> VisionSettings:
-        """Take these keys from a `vision_config`, ignoring the others. Raises ValueError listing every bad value."""
+        """Read the settings from a `vision_config`, ignoring its other keys. Raises ValueError that lists every invalid
+        value.
+        """
         settings = cls(**{k: vision_config[k] for k in cls.__dataclass_fields__ if k in vision_config})
         rules = {
             "patch_size": settings.patch_size >= 1,
@@ -60,7 +69,7 @@ class VisionSettings:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of an image as (height, width): in pixels after padding, in patches, and in IMAGE tokens."""
+    """The size of an image as (height, width) in three units: pixels after padding, patches, and IMAGE tokens."""
 
     pixels: tuple[int, int]
     patches: tuple[int, int]
@@ -68,21 +77,23 @@ class Grid:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the image in the token stream, including START, NEWLINEs and END."""
+        """The number of tokens of the image, including the START, NEWLINE and END tokens."""
         return self.tokens[0] * (self.tokens[1] + 1) + 2
 
     def token_types(self) -> np.ndarray:
-        """The types of the image's tokens, int8 [num_tokens]: START, rows of IMAGE with a NEWLINE at the end, END."""
+        """The types of the image's tokens, int8 [num_tokens]: START, then rows of IMAGE that each end in NEWLINE, then
+        END.
+        """
         rows, columns = self.tokens
         row = [IMAGE] * columns + [NEWLINE]
         return np.array([START, *row * rows, END], dtype=np.int8)
 
 
 def plan_grid(width: int, height: int, vision: VisionSettings) -> Grid:
-    """The sizes of an image of `width` x `height` pixels after resizing and padding.
+    """The size, after resizing and padding, of an image of `width` x `height` pixels.
 
-    An image whose aspect ratio exceeds `max_wh_ratio` is squeezed to that ratio, one with fewer than `min_pixels`
-    pixels is enlarged, and one with more than `max_image_tokens` tokens is shrunk to the largest grid of whole tokens
+    An image whose aspect ratio exceeds `max_wh_ratio` is squeezed to that ratio. An image with fewer than `min_pixels`
+    pixels is enlarged. An image with more than `max_image_tokens` tokens is shrunk to the largest grid of whole tokens
     with the same aspect ratio.
     """
     patch = vision.patch_size
@@ -105,11 +116,13 @@ def _grid(height: int, width: int, vision: VisionSettings) -> Grid:
 
 
 def _shrunk(height: float, width: float, vision: VisionSettings) -> tuple[int, int]:
-    """Pixel height and width of the largest image with this aspect ratio within the token budget.
+    """The pixel height and width of the largest image with this aspect ratio that has at most `max_image_tokens`
+    tokens.
 
-    h token rows and w columns cost h*(w+1) + 2 tokens. This is solved for h/w = aspect and rounded down to whole
-    tokens. The order of the products matters: `height * (rows * cell / height)` can round to just below a multiple of
-    the patch size, and then the released image processor loses a patch. A test compares the sizes.
+    A grid of h rows and w columns takes h*(w+1) + 2 tokens. This equation is solved for h/w = aspect ratio and rounded
+    down to whole tokens. The order of the products matters: `height * (rows * cell / height)` can round to just below a
+    multiple of the patch size, and then the released image processor loses a patch. A test compares the sizes with
+    those of the released image processor.
     """
     patch, cell, budget = vision.patch_size, vision.patch_size * vision.downsample_ratio, vision.max_image_tokens - 2
     aspect = height / width
@@ -139,25 +152,25 @@ def preprocess(image: Image.Image, vision: VisionSettings) -> tuple[torch.Tensor
 
 
 class AmbiguousImage(ValueError):
-    """A file that does not say what its one picture is; the message says why, and what to do."""
+    """The error for an image file that cannot be shown as one picture; its message gives the reason and the remedy."""
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """The image in RGB as a viewer shows it, which is not always what the file's pixel values say.
+    """Convert an image to RGB so that it looks as in an image viewer, which can differ from the stored pixel values.
 
-    Applied are the orientation of the camera, the colour profile or the gamma of the file, and the range of 16-bit
-    grey; what is transparent shows white. Raises `AmbiguousImage` where there is no one picture: several frames or
-    pages, and pixel values without a defined white.
+    The camera orientation, the colour profile or gamma, and the range of 16-bit grey are applied; transparent pixels
+    become white. Raises `AmbiguousImage` for a file with several frames or pages, and for pixel formats in which no
+    value is defined as white.
     """
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format not in STILL_FORMATS:
-        raise AmbiguousImage(f"it has {frames} frames or pages; save the ones to train on as images of their own")
+        raise AmbiguousImage(f"it has {frames} frames or pages; save those to train on as separate images")
     image = ImageOps.exif_transpose(image) or image
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
         raise AmbiguousImage(
-            "its pixels are floating-point numbers, of which none is defined as white; convert it to 8 bit"
+            "its pixels are floating-point numbers, for which white is not defined; convert it to 8 bits per channel"
         )
     if image.mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
@@ -173,10 +186,10 @@ def as_shown(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """An image of whole numbers as 8-bit grey: Pillow's own conversion cuts everything above 255 off."""
+    """Scale an image with integer pixels to 8-bit grey, because Pillow's own conversion clips all values above 255."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise AmbiguousImage("its pixels are 32-bit numbers, of which none is defined as white; convert it to 8 bit")
+        raise AmbiguousImage("its pixels are 32-bit numbers, for which white is not defined; convert it to 8 bits")
     grey = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
     clear = image.info.get("transparency")
     if isinstance(clear, int):  # this grey value is transparent
@@ -185,7 +198,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _in_srgb(image: Image.Image) -> Image.Image:
-    """The colours of an image in sRGB. A profile that does not fit the image or is damaged counts as absent."""
+    """Convert the colours of an image to sRGB. A colour profile that is damaged or does not fit the image is
+    ignored.
+    """
     profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
     if profile:
         try:
@@ -203,10 +218,11 @@ def _in_srgb(image: Image.Image) -> Image.Image:
 
 
 def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
-    """Check an image, given as a path or as bytes, and note its size. Every batch that needs it decodes it again.
+    """Check an image, given as a path or as bytes, and record its size. The pixels are not kept: each batch with the
+    image decodes it again.
 
-    Raises `DataError` naming `file` and `line`, the record that refers to the image, if the image is missing, damaged,
-    of an unknown format or larger than MAX_PIXELS.
+    Raises `DataError` if the image is missing, damaged, of an unknown format or larger than MAX_PIXELS. The error gives
+    `file` and `line` of the record that refers to the image.
     """
     name = f"image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
 
@@ -218,7 +234,9 @@ def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
         if width * height > MAX_PIXELS:
             detail = f"{name} has {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
             raise DataError(file, line, "image is too large", detail)
-        width, height = as_shown(picture).size  # decoded: a damaged image is found now, not in the middle of training
+        width, height = as_shown(
+            picture
+        ).size  # decode the image, so that a damaged one is found now and not in the middle of training
 
     def load() -> Image.Image:
         with _data_errors(name, file, line), opened() as picture:
@@ -229,7 +247,9 @@ def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
 
 
 class _data_errors:
-    """Turn Pillow's exceptions into a `DataError` that names the image and the record that refers to it."""
+    """A context manager that turns Pillow's exceptions into a `DataError` with the name of the image and the record
+    that refers to it.
+    """
 
     def __init__(self, name: str, file: str, line: int):
         self.name, self.file, self.line = name, file, line

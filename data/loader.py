@@ -1,7 +1,7 @@
-"""Loaders: batches of packed rows, with a position that can be saved and resumed exactly.
+"""Data loaders that yield batches of packed rows. Their position can be saved and resumed exactly.
 
-All ranks go through the same rows in the same order (`data/rows.py`), and each takes its slice of every batch, so a
-global batch does not depend on the number of ranks.
+All ranks iterate over the same rows in the same order (`data/rows.py`), and each rank takes its slice of every batch. A
+global batch therefore has the same rows on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from data.windows import PackingWindow, Stats, random_stream
 
 
 class TrainLoader:
-    """An endless iterator over the batches (see `Collator`) of this rank, epoch after epoch.
+    """An endless iterator over this rank's batches (see `Collator`), epoch after epoch.
 
     Args:
-        rows: of one source, or of a mixture.
-        batch_size: rows of a batch over all ranks; this rank gets `batch_size / world_size` of them.
-        fingerprint: the settings under which a saved position is valid.
+        rows: the iterator over packed rows of one source, or of a mixture of sources.
+        batch_size: number of rows of a batch, summed over all ranks; this rank gets `batch_size / world_size` of them.
+        fingerprint: the settings that must be unchanged for a saved position to be valid.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TrainLoader:
         return self.rows.stats
 
     def sources(self) -> dict[str, dict[str, float]]:
-        """Tokens, rows and epochs so far of each source of a mixture; of one source nothing."""
+        """For each source of a mixture, the number of tokens, rows and epochs so far; empty without a mixture."""
         return self.rows.progress() if isinstance(self.rows, MixedRows) else {}
 
     def __iter__(self) -> TrainLoader:
@@ -61,13 +61,15 @@ class TrainLoader:
         return self.collator.collate(chosen[first : first + self.per_rank_batch])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in types that JSON has. It is valid for any batch size and number of ranks."""
+        """The position in the training data as JSON-compatible values. It remains valid if the batch size or the number
+        of ranks changes.
+        """
         return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, so that the next batch is the one that would have followed.
+        """Restore a saved position, so that the next batch is the one that followed when it was saved.
 
-        Raises ValueError naming every setting that has changed and makes the position meaningless.
+        Raises ValueError that lists every setting that has changed since the position was saved and makes it invalid.
         """
         saved = state["fingerprint"]
         changed = [
@@ -82,17 +84,18 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """The held-out batches (see `Collator`): a finite number, the same in every pass and for every training seed.
+    """The held-out batches (see `Collator`). Every pass over them and every training seed gives the same finite set.
 
-    The last batch may have fewer rows than the others. Rows of padding are added to it only so that all ranks get the
-    same number.
+    The last batch may have fewer rows than the others. Rows of padding are added to it only as needed to give all ranks
+    the same number of rows.
 
     Args:
         held_out: all held-out rows.
-        limit: how many of them to use; they are drawn with a fixed seed. 0 means all.
+        limit: the number of held-out rows to use, which are drawn with a fixed seed. 0 means all.
 
     Attributes:
-        target_tokens, target_bytes: the supervised tokens of all batches and ranks, and the source bytes behind them.
+        target_tokens, target_bytes: the number of supervised tokens in the batches of all ranks, and the number of
+            bytes of source text of these tokens.
     """
 
     def __init__(
@@ -109,7 +112,9 @@ class ValidationLoader:
 
     @property
     def bytes_per_token(self) -> float:
-        """Source bytes per supervised token: bits per byte = nats per token / ln 2 / bytes_per_token."""
+        """Bytes of source text per supervised token, so that bits per byte = nats per token / ln 2 /
+        bytes_per_token.
+        """
         return self.target_bytes / self.target_tokens
 
     def __len__(self) -> int:
@@ -125,11 +130,11 @@ class ValidationLoader:
 
 
 class MixedValidation:
-    """The held-out batches of every source of a mixture, one source after the other.
+    """The held-out batches of a mixture, one source after another.
 
     Attributes:
-        parts: the loaders by name.
-        current: the source of the batch that was given last.
+        parts: the validation loader of each source, by the name of the source.
+        current: the name of the source of the most recent batch.
     """
 
     def __init__(self, parts: dict[str, ValidationLoader]):
@@ -138,7 +143,7 @@ class MixedValidation:
 
     @property
     def bytes_per_token(self) -> float:
-        """Source bytes per supervised token of all sources together."""
+        """Bytes of source text per supervised token, over all sources together."""
         return sum(p.target_bytes for p in self.parts.values()) / sum(p.target_tokens for p in self.parts.values())
 
     def __len__(self) -> int:
@@ -152,7 +157,9 @@ class MixedValidation:
 
 
 def _targets(window: PackingWindow, special: SpecialIds) -> tuple[int, int]:
-    """How many tokens of the rows have a label (see `Collator`), and how many source bytes are behind them."""
+    """The number of tokens in the window's rows that have a label (see `Collator`), and the number of bytes of their
+    source text.
+    """
     store, rows = window.store, window.rows
     tokens = num_bytes = 0
     assert store.byte_counts is not None, "a validation store counts bytes"

@@ -1,8 +1,8 @@
-"""Opening the sources of a configuration: one to train on and one that is held out.
+"""Opens the data sources of a configuration: one for training and one that is held out.
 
-There is one function per kind of source, `(DataConfig) -> (training source, validation source)`, named in the table
-`SOURCES` of `data/config.py`. To add a kind, write a reader (see `data/sources.py`), a function here, and a row of that
-table.
+For each kind of source, the table `SOURCES` of `data/config.py` names a function of this file that takes a `DataConfig`
+and returns (training source, validation source). To add a kind of source, write a reader (see `data/sources.py`), a
+function here, and a row in that table.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from data.records import RECORD_SUFFIXES
 from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
 
 Sources = tuple[Source, Source]  # training, validation
-SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")  # one of these is in a folder that `datasets` has saved
+SAVED_DATASET = (
+    "dataset_info.json",
+    "dataset_dict.json",
+)  # every folder that `datasets` has saved has one of these files
 
 
 def open_sources(cfg: DataConfig) -> Sources:
-    """The training and the validation source of a configuration.
+    """Open the training source and the validation source of a configuration.
 
-    Raises `DataError` for a path without files, a data set that cannot be opened, or a split with an empty side.
+    Raises `DataError` for a path without files, for a data set that cannot be opened, and if no data are left to train
+    on or to hold out.
     """
     return pkgutil.resolve_name(SOURCES[cfg.source].opener)(cfg)
 
@@ -69,7 +73,7 @@ def open_hub(cfg: DataConfig) -> Sources:
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a path is a folder that `datasets` has saved, or else the id of a data set on the hub: `user/name`."""
+    """Whether a path is a folder that `datasets` has saved, or the id `user/name` of a data set on the hub."""
     path = Path(name).expanduser()
     if path.exists():
         return any((path / file).is_file() for file in SAVED_DATASET)
@@ -84,7 +88,9 @@ def _open_dataset(cfg: DataConfig, reader: type[HubDataset]) -> Sources:
 
 
 def _files(cfg: DataConfig) -> tuple[list[File], list[File]]:
-    """The files to train on and the held-out files. The latter are empty if none are configured. No file is in both."""
+    """The training files and the held-out files. The list of held-out files is empty if none are configured. No file is
+    in both lists.
+    """
     suffixes = SOURCES[cfg.source].suffixes
     files = find_files(cfg.paths, suffixes)
     held_out = find_files(cfg.validation_paths, suffixes)
@@ -104,7 +110,9 @@ def _open_records(cfg: DataConfig, reader: type[RecordFiles]) -> Sources:
 
 
 def _split_files(files: list[File], share: float) -> Sources:
-    """Split whole files by a hash of their names, so that a file's side does not depend on the other files."""
+    """Split whole files into training and held-out files by a hash of their names, so that the split of one file does
+    not depend on the other files.
+    """
     held_out = [file for file in files if hash_share(file.name.encode()) < share]
     kept = [file for file in files if hash_share(file.name.encode()) >= share]
     for split, part in (("training", kept), ("validation", held_out)):
@@ -133,7 +141,7 @@ def _load_dataset(cfg: DataConfig, split: str, reader: type[HubDataset]) -> HubD
         else:
             options = {"revision": cfg.hub_revision, "split": split, "streaming": cfg.streaming}
             dataset = datasets.load_dataset(name, cfg.hub_name, **options)
-    except Exception as error:  # from network errors to parsing errors
+    except Exception as error:  # network errors, parsing errors and others
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(name, 0, "cannot open data set", f"split {split}: {reason}") from error
     source = reader(_undecoded(dataset), f"{name}[{split}]", cfg.field, cfg.streaming, cfg.format)
@@ -143,7 +151,9 @@ def _load_dataset(cfg: DataConfig, split: str, reader: type[HubDataset]) -> HubD
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The data set with its images as the bytes they were, which `data/images.py` decodes as a viewer does."""
+    """A copy of the data set that returns images as their stored bytes; `data/images.py` then decodes them as an image
+    viewer does.
+    """
     from datasets import Image, List
 
     for name, feature in (dataset.features or {}).items():

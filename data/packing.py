@@ -1,10 +1,12 @@
-"""Best-fit packing: which piece of which document goes into which row. Works on lengths alone.
+"""Best-fit packing: decides which piece of which document goes into which row. It needs only the lengths of the
+documents.
 
-Documents follow each other in a row without a gap. A document that fits into a row is never cut. A longer document is
-cut into full rows and a remainder, and the remainder is packed like a short document. Best fit leaves gaps at the ends
-of rows; to fill them, full rows of long documents are spread over the gaps: such a document is cut anyway, and each row
-spread saves one row of padding. No token is dropped or repeated. The first token of a piece that continues a document
-cannot be a target, because its predecessor is in another row.
+Inside a row, documents follow each other without padding between them. A document that fits into a row is never cut. A
+longer document is cut into full rows and a remainder, and the remainder is packed like a short document. Best-fit
+packing leaves gaps at the ends of rows. To fill these gaps, some full rows of long documents are cut into pieces: a
+long document is cut anyway, and each full row that moves into gaps saves one row of padding. No token is dropped or
+repeated. The first token of a piece that continues a document cannot be a target, because its predecessor is in another
+row.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_PIECE = 16  # smaller gaps stay padding: every cut costs a target, and so short a piece trains little
+MIN_PIECE = 16  # smaller gaps stay padding, because every cut loses one target and a shorter piece trains little
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of pieces of documents.
+    """Packed rows, each of which is a list of pieces of documents.
 
-    Piece p is the `length[p]` tokens of document `document[p]` that begin at its token `start[p]` (all int64 [pieces]).
-    Row r holds the pieces `offsets[r]` to `offsets[r + 1]`, in that order (int64 [rows + 1]).
+    Piece p consists of the `length[p]` tokens of document `document[p]` that begin at its token `start[p]` (all int64
+    [pieces]). Row r consists of the pieces from `offsets[r]` up to but not including `offsets[r + 1]`, in this order
+    (int64 [rows + 1]).
     """
 
     document: np.ndarray
@@ -34,7 +37,9 @@ class PackedRows:
         return len(self.offsets) - 1
 
     def reordered(self, order: np.ndarray) -> PackedRows:
-        """The rows whose numbers are in `order` (any selection, in any order), as a new set."""
+        """A new `PackedRows` of the rows whose numbers are in `order`, which can be any selection of rows in any
+        order.
+        """
         counts = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         pieces = np.repeat(self.offsets[:-1][order] - offsets[:-1], counts) + np.arange(offsets[-1])
@@ -44,12 +49,15 @@ class PackedRows:
 def pack_rows(lengths: np.ndarray, seq_len: int) -> PackedRows:
     """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens.
 
-    Deterministic; the module's docstring has the rules. Takes near-linear time in the number of documents and rows.
+    The result is deterministic; the docstring of this file gives the rules. The time is nearly linear in the number of
+    documents and rows.
     """
     full_rows, remainders = np.divmod(lengths, seq_len)
     bins = _best_fit_decreasing(remainders, full_rows * seq_len, seq_len)
     full = [(doc, row * seq_len) for doc in np.flatnonzero(full_rows).tolist() for row in range(int(full_rows[doc]))]
-    cut = lengths > seq_len  # a document of exactly one row is not cut, so it is not spread over gaps either
+    cut = (
+        lengths > seq_len
+    )  # a document of exactly one row is not cut into full rows, so it must not be cut to fill gaps either
     spread = _fill_gaps(bins, [(doc, start) for doc, start in full if cut[doc]], seq_len)
     rows = [b.pieces for b in bins]
     rows += [[(doc, start, seq_len)] for doc, start in full if (doc, start) not in spread]
@@ -60,15 +68,16 @@ def pack_rows(lengths: np.ndarray, seq_len: int) -> PackedRows:
 
 @dataclass
 class _Bin:
-    """A row being filled: its pieces (document, start, length) and the number of tokens still free."""
+    """A row that is being filled: its pieces (document, start, length) and the number of free tokens."""
 
     pieces: list[tuple[int, int, int]]
     free: int
 
 
 def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int) -> list[_Bin]:
-    """Pack items, longest first, each into the fullest row that has room for it. Item i is `sizes[i]` tokens of
-    document i from `starts[i]` on."""
+    """Pack items into rows, longest item first, each into the fullest row that has room for it. Item i consists of the
+    `sizes[i]` tokens of document i that begin at token `starts[i]`.
+    """
     bins: list[_Bin] = []
     by_free: list[list[_Bin]] = [[] for _ in range(seq_len + 1)]
     occupied = np.zeros(seq_len + 1, dtype=bool)  # occupied[f]: some row has exactly f free tokens
@@ -91,11 +100,12 @@ def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int) ->
 
 
 def _fill_gaps(bins: list[_Bin], full_rows: list[tuple[int, int]], seq_len: int) -> set[tuple[int, int]]:
-    """Spread full rows, given as (document, start), over the gaps, widest gap first, as long as the gaps together hold
-    at least a row. Returns the rows that were spread."""
+    """Cut full rows, given as (document, start), into pieces that fill the gaps of other rows, widest gap first, until
+    the gaps together have less room than a row. Returns the rows that were cut.
+    """
     gaps = [(-b.free, index) for index, b in enumerate(bins) if b.free >= MIN_PIECE]
     heapq.heapify(gaps)
-    room = -sum(free for free, _ in gaps)  # tokens of all gaps on the heap
+    room = -sum(free for free, _ in gaps)  # free tokens of all gaps on the heap
     spread = set()
     for document, start in full_rows:
         if room < seq_len:

@@ -1,8 +1,8 @@
 """Reads files of records: JSONL, JSON, Parquet and Arrow. The format is recognised by the file's name and content; JSON
 files may be compressed.
 
-A file is read as a series of `Item`s. A place in a file is a tuple that can be written as JSON; reading can begin at
-any `Item.after`.
+A file is read as a sequence of `Item`s. A place in a file is a tuple of numbers; reading can start at the place `after`
+of any `Item`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from data.document import kind_of
 from data.errors import BadRecordPolicy, DataError
 from data.files import UNPACKING_ERRORS, decode, open_unpacked, skip_bytes, suffix_of
 
-ROWS = 1024  # rows that the Parquet decoder returns at a time
+ROWS = 1024  # number of rows that the Parquet decoder returns at a time
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 Place = tuple[int, ...]
-Columns = Callable[[Sequence[str]], Sequence[str]]  # chooses the columns to read from all columns
+Columns = Callable[
+    [Sequence[str]], Sequence[str]
+]  # a function that takes all column names of a table and returns those to read
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A record or the error of reading it; its number from 1 (in JSONL the line number); and the places in the file
-    before and after it.
+    """A record of a file, or the error raised by reading it; its number, counted from 1 (in JSONL the line number); and
+    the places in the file before and after the record.
     """
 
     record: Any
@@ -37,10 +39,11 @@ class Item:
 
 
 def read_records(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """The records of a file from the place `start` on; () is its beginning. A record that cannot be read gives an
-    `Item` that holds the error.
+    """Yield the records of a file from the place `start` on; () is the beginning of the file. For a record that cannot
+    be read, the `Item` holds the error.
 
-    columns: chooses the columns to read of a table. Raises `DataError` for a file that cannot be read at all.
+    columns: a function that chooses the columns to read from a table. Raises `DataError` for a file that cannot be read
+    at all.
     """
     try:
         yield from _reader(path)(path, start, policy, columns)
@@ -58,9 +61,10 @@ def _reader(path: Path) -> Callable[..., Iterator[Item]]:
 
 
 def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """One JSON object per line. Only \\n ends a line: U+2028 and the like are ordinary characters in JSON strings.
+    """Read a file with one JSON object per line. Only \\n ends a line, because other line separators such as U+2028 are
+    ordinary characters in JSON strings.
 
-    Places are (byte offset of the next line in the uncompressed file, number of lines before it).
+    A place is a tuple (byte offset of the next line in the uncompressed file, number of lines before it).
     """
     offset, line = start or (0, 0)
     with open_unpacked(path) as file:
@@ -89,7 +93,9 @@ def _parsed(raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
 
 
 def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """A file that holds a list of records, a single record, or one record per line. Places are (records before it,)."""
+    """Read a JSON file that holds a list of records, a single record, or one record per line. A place is a tuple
+    (number of records before it,).
+    """
     if len(start) == 2:
         yield from _lines(path, start, policy, columns)
         return
@@ -102,7 +108,7 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Extra data"):
             raise DataError(str(path), error.lineno, "invalid JSON", str(error)) from None
-        yield from _lines(path, (), policy, columns)  # several values: one on each line
+        yield from _lines(path, (), policy, columns)  # the file holds several JSON values, one on each line
         return
     except (ValueError, RecursionError) as error:
         raise DataError(str(path), 0, "invalid JSON", str(error)) from None
@@ -116,7 +122,9 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
 
 
 def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """A Parquet file. Places are (rows before it,). Row groups that end before the start are skipped."""
+    """Read a Parquet file. A place is a tuple (number of rows before it,). Row groups that end before the start are
+    skipped.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -139,7 +147,9 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
 
 
 def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """An Arrow file, or an Arrow stream, which the `datasets` library writes. Places are (rows before it,)."""
+    """Read an Arrow file, or an Arrow stream such as the `datasets` library writes. A place is a tuple (number of rows
+    before it,).
+    """
     import pyarrow
 
     try:
@@ -162,7 +172,9 @@ def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) 
 
 
 def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
-    """The rows of a batch from row `first` of the file on. `before`: number of rows of the file before the batch."""
+    """Yield the rows of a batch, beginning with row `first` of the file. `before`: the number of rows in the file
+    before the batch.
+    """
     names = batch.schema.names
     for number in range(max(0, first - before), len(batch)):
         row = before + number
@@ -175,7 +187,7 @@ def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys whose value is null: a table gives every row the keys of all rows."""
+    """A copy of the value without keys whose value is null, because a table gives every row the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,8 +1,9 @@
-"""Rows in the order of training, with a position to resume from: of one source, or of several by weight.
+"""Iterates over packed rows in training order, from one source or from several weighted sources, with a position to
+resume from.
 
-The order is a pure function of seed and epoch, and of several sources also of their weights: the next row comes from
-the source that is furthest behind its share of the tokens. No number is drawn for that, so a position needs only what
-each source has given.
+The order of rows is a pure function of the seed and the epoch. With several sources it also depends on their weights:
+the next row comes from the source that is furthest behind its share of the tokens. This choice is not random, so a
+saved position needs only the number of tokens and the position of each source.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 from data.errors import DataError
 from data.windows import PackingWindow, Stats, Windows
 
-Row = tuple[PackingWindow, int]  # a window, and the number of a row in it
+Row = tuple[PackingWindow, int]  # a packing window, and the number of a row in it
 
 
 class RowReader:
-    """The rows of one source, epoch after epoch.
+    """Iterates over the packed rows of one source, epoch after epoch.
 
-    A position is the epoch, the number of the window in it, where the window begins in the source, and how many of its
-    rows have been used; resuming packs one window again.
+    A position consists of the epoch, the number of the packing window in the epoch, the place in the source where this
+    window begins, and the number of its rows that have been used. Resuming packs this one window again.
 
-    prefetch: whether a thread loads the next window while the rows of this one are used.
+    prefetch: whether a background thread loads the next window while the rows of the current window are used.
     """
 
     def __init__(self, windows: Windows, prefetch: bool):
@@ -31,7 +32,9 @@ class RowReader:
         self._number, self._start, self._row = 0, None, 0
         self._window: PackingWindow | None = None
         self._reader = ThreadPoolExecutor(1, "data") if prefetch else None
-        self._prefetched: tuple[Any, Future[PackingWindow]] | None = None  # arguments of `load`, and its result
+        self._prefetched: tuple[Any, Future[PackingWindow]] | None = (
+            None  # the arguments of `Windows.load`, and its future result
+        )
         self._first_window()
 
     @property
@@ -55,7 +58,9 @@ class RowReader:
         self._start, self._window = state["start"], None
 
     def _first_window(self) -> None:
-        """Load the first window with rows now, so that bad or empty data fails before the first step."""
+        """Load the first window that has rows, so that bad or empty data raises an error before the first training
+        step.
+        """
         self._window = self._load()
         while not len(self._window.rows):
             if self._window.after is None:
@@ -73,12 +78,14 @@ class RowReader:
         self._start, self._row, self._window = after, 0, None
 
     def _load(self) -> PackingWindow:
-        """The window at the current position, prefetched or not; then prefetch the one after it."""
+        """Return the window at the current position, which may have been prefetched, and start prefetching the next
+        one.
+        """
         wanted = self.epoch, self._number, self._start
         if self._reader is None:
             return self.windows.load(*wanted)
         found, future = self._prefetched or (None, None)
-        self._prefetched = None  # if loading fails, there is nothing to fall back on
+        self._prefetched = None  # so that a failed load is not used again
         if future is None or found != wanted:
             if future is not None:
                 future.cancel()
@@ -100,21 +107,22 @@ class MixedStats:
 
 
 class MixedRows:
-    """The rows of several sources, each with its share of the tokens.
+    """Iterates over the packed rows of several sources, so that each source gets its share of the tokens.
 
     Args:
-        readers: by name.
-        weights: of each, in tokens: with 7 and 1, seven of eight tokens are of the first. Only their ratios count.
+        readers: the reader of each source, by the name of the source.
+        weights: the relative share of tokens of each source: with 7 and 1, seven of eight tokens come from the first
+            source.
     """
 
     def __init__(self, readers: dict[str, RowReader], weights: dict[str, float]):
         self.readers, self.weights = readers, weights
-        self.tokens = dict.fromkeys(readers, 0)  # given so far, without padding
+        self.tokens = dict.fromkeys(readers, 0)  # number of tokens used so far, without padding
         self.rows = dict.fromkeys(readers, 0)
 
     @property
     def epoch(self) -> int:
-        """Of the source that has been gone through least often."""
+        """The smallest epoch among all sources."""
         return min(reader.epoch for reader in self.readers.values())
 
     @property
@@ -142,8 +150,9 @@ class MixedRows:
         self.tokens, self.rows = dict(state["tokens"]), dict(state["rows"])
 
     def progress(self) -> dict[str, dict[str, float]]:
-        """Of each source: tokens and rows given so far, and how often it has been gone through (of a stream in whole
-        numbers)."""
+        """For each source, the number of tokens, rows and epochs so far (for a streamed source only complete epochs
+        count).
+        """
         made = {}
         for name, reader in self.readers.items():
             whole = reader.stats.tokens

@@ -1,4 +1,4 @@
-"""Readers: the sources that turn files and `datasets` data sets into documents."""
+"""The readers: sources that turn files and data sets of the `datasets` library into documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_
 
 
 class _Files:
-    """What sources of files have in common. The names of these classes are part of saved positions: see `identity`."""
+    """The base class of sources that read files. The names of the subclasses are part of saved positions (see
+    `identity`), so they must not change.
+    """
 
     field = ""
 
@@ -41,19 +43,19 @@ class _Files:
         self.files = files
 
     def identity(self, content: bool = True) -> str:
-        """A hash of the reader's class, the field, and the name and content (or size) of each file."""
+        """A hash of the reader's class name, the field, and the name and content (or size) of each file."""
         digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
         for file in self.files:
             digest.update(file.name.encode() + b"\0")
             try:
                 digest.update(content_hash(file.path) if content else file.path.stat().st_size.to_bytes(8, "big"))
             except OSError as error:
-                digest.update(str(error.errno).encode())  # `read` reports it to the policy
+                digest.update(str(error.errno).encode())  # `read` then reports the error to the policy
         return digest.hexdigest()
 
 
 class TextFiles(_Files):
-    """One document per file. Positions are the number of files read."""
+    """A source that makes one document of each file. Its position is the number of files read."""
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for index in range(position or 0, len(self.files)):
@@ -73,9 +75,10 @@ class TextFiles(_Files):
 
 
 class _Records:
-    """What sources of records have in common: how a record becomes documents. Here: one, the text of a field.
+    """The base class of sources that read records. Unless a subclass overrides `documents`, each record becomes one
+    document, the text of one field.
 
-    format: one of `data.format`; "auto" recognises each record by its keys.
+    format: one of the values of `data.format`; with "auto" each record's format is recognised by its keys.
     """
 
     formats: tuple[str, ...] = ("text", "tokens")
@@ -85,7 +88,9 @@ class _Records:
         self.field, self.format = field, format
 
     def columns(self, name: str, names: Sequence[str]) -> Sequence[str]:
-        """The columns of a table `name` that are read. Raises `DataError` if there is none to read."""
+        """The columns that are read from table `name`, which has the columns `names`. Raises `DataError` if there is no
+        column to read.
+        """
         if self.field in names and self.format != "tokens":
             return [self.field]
         if "input_ids" in names and self.format != "text":
@@ -93,7 +98,7 @@ class _Records:
         raise DataError(name, 0, "wrong field", missing_field(self.field, names))
 
     def documents(self, record: Any, file: str, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
-        """Raises `DataError` naming file and line for a record that cannot be used."""
+        """The documents of one record. Raises `DataError` with file and line if the record is invalid."""
         if self.format == "tokens" or (
             self.format == "auto" and isinstance(record, dict) and self.field not in record and "input_ids" in record
         ):
@@ -108,10 +113,11 @@ class _Records:
         policy: BadRecordPolicy,
         done: int,
     ) -> Reading:
-        """The documents of records, given as (record, line, position before it, position behind it).
+        """Yield the documents of records, which are given as (record, line, position before it, function that returns
+        the position after it).
 
-        A record that becomes several documents has positions between them: [position before it, documents done].
-        done: of the first record, how many documents are left out.
+        Inside a record that becomes several documents, a position is [position before the record, number of its
+        documents already used]. done: the number of documents of the first record to leave out.
         """
         for record, line, before, after in items:
             try:
@@ -128,7 +134,9 @@ class _Records:
 
 
 class RecordFiles(_Files, _Records):
-    """Files of records (see `data/records.py`). Positions are [file, *place in it], within a record [that, number]."""
+    """A source that reads files of records (see `data/records.py`). A position is [number of the file, *place in the
+    file]; inside a record it is [position before the record, number of its documents already used].
+    """
 
     def __init__(self, files: list[File], field: str, format: str = "auto"):
         _Files.__init__(self, files)
@@ -156,17 +164,18 @@ class RecordFiles(_Files, _Records):
 
 
 class JsonLines(RecordFiles):
-    """Texts in files of records."""
+    """A source of texts in files of records."""
 
 
 class Parquet(JsonLines):
-    """The same. It has a name of its own because the names are part of positions that are saved."""
+    """Equal to `JsonLines`. It has a different name because class names are part of saved positions."""
 
 
 class ImageTextLines(RecordFiles):
-    """Records whose field is a list of parts: {"type": "text", "text": ...} or {"type": "image", "image": path}.
+    """A source of records with images, whose field is a list of parts {"type": "text", "text": ...} or {"type":
+    "image", "image": path}.
 
-    Image paths are relative to the file. Every image is decoded once here, to check it.
+    Image paths are relative to the folder of the file. Reading decodes every image once, to check it.
     """
 
     formats = ("parts",)
@@ -197,9 +206,10 @@ class ImageTextLines(RecordFiles):
 
 
 class HubDataset(_Records):
-    """A data set of the `datasets` library, map-style or streaming.
+    """A source that reads a data set of the `datasets` library, map-style or streaming.
 
-    Positions are {"row": rows read}, and for a streaming data set also its own "state"; within a record [that, number].
+    A position is {"row": number of rows read}, with the data set's own "state" added if it is streaming; inside a
+    record it is [position before the record, number of its documents already used].
     """
 
     def __init__(self, dataset: Any, name: str, field: str, streaming: bool, format: str = "auto"):
@@ -233,7 +243,7 @@ class HubDataset(_Records):
                 record = next(records)
             except StopIteration:
                 return
-            except Exception as error:  # builders of data sets raise all kinds
+            except Exception as error:  # builders of data sets raise exceptions of all kinds
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise DataError(self.name, row + 1, "unreadable data set", reason) from error
             row += 1
@@ -246,10 +256,10 @@ class HubDataset(_Records):
 
 
 def pretokenised(record: Any, file: str, line: int, masked: bool = False) -> Document:
-    """The document of a record of `input_ids`.
+    """Make a document of a record that has `input_ids` instead of text.
 
-    masked: read from `labels` (-100: not a target) or from a mask which tokens are targets. If False, a record with a
-    token that is not a target is refused.
+    masked: whether `labels` (-100 for a token that is not a target) or a mask of the record selects the targets. If
+    False, a record in which some token is not a target raises `DataError`.
     """
     ids = _numbers(record, "input_ids", file, line)
     supervised = np.ones(len(ids), np.bool_)
@@ -261,14 +271,18 @@ def pretokenised(record: Any, file: str, line: int, masked: bool = False) -> Doc
             raise DataError(file, line, f"wrong {key}", f"{len(given)} numbers for {len(ids)} input_ids")
         taught = np.array([label != -100 for label in given]) if key == "labels" else np.array(given) == 1
         if key == "labels" and any(label not in (-100, token) for label, token in zip(given, ids, strict=True)):
-            raise DataError(file, line, "wrong labels", "must be the input_ids or -100, not shifted")
+            raise DataError(
+                file, line, "wrong labels", "every label must be the token of input_ids at the same position, or -100"
+            )
         if key == "attention_mask" and not taught.all():
             raise DataError(file, line, "padded tokens", "attention_mask has zeros; store the tokens without padding")
         supervised &= taught
     if masked and not supervised.any():
-        raise DataError(file, line, "no supervised token", "labels or mask leave out every token")
+        raise DataError(file, line, "no supervised token", "labels or mask exclude every token")
     if not masked and not supervised.all():
-        raise DataError(file, line, "masked tokens", "labels or mask leave some out; use task=sft, which honours them")
+        raise DataError(
+            file, line, "masked tokens", "labels or mask exclude some tokens; use task=sft, which applies them"
+        )
     return Document((Tokens(tuple(ids), tuple(supervised.tolist())),), file, line, (True,) if masked else None)
 
 
@@ -281,10 +295,11 @@ def _numbers(record: Any, key: str, file: str, line: int) -> list[int]:
 
 
 def _own_position(dataset: Any) -> Any:
-    """A copy of a streaming data set. Its position is part of it, and two passes must not share one.
+    """A copy of a streaming data set. The data set contains its position, so that two passes at the same time need two
+    copies.
 
-    The library's cache of file systems is part of it too, and is not copied: that would open each file system again in
-    every new thread, which adds to the cache while it is being copied.
+    The cache of file systems inside the data set is shared, not copied: other threads may add to it during the copy,
+    and a copied cache would open every file system again.
     """
     from huggingface_hub import HfFileSystem
 
@@ -292,7 +307,9 @@ def _own_position(dataset: Any) -> Any:
 
 
 class HashSplit:
-    """One side of a split by content: equal documents are on the same side, wherever they are in the data."""
+    """The training side or the held-out side of a source that is split by a hash of the content, so that equal
+    documents are on the same side.
+    """
 
     def __init__(self, source: Source, share: float, held_out: bool):
         self.source, self.share, self.held_out = source, share, held_out

@@ -1,7 +1,7 @@
-"""Tokenizers: a byte-level BPE trained once on the training split, or any Hugging Face fast tokenizer.
+"""Loads a Hugging Face fast tokenizer, or trains a byte-level BPE tokenizer on the training split.
 
-Text is data: text that spells a control token is encoded as ordinary text, and control tokens enter a sequence only by
-their ids. `guard` makes sure of that, and every tokenizer of this project has passed through it.
+Text that spells a control token is encoded as ordinary text, and control tokens enter a sequence only by their ids. The
+function `guard` ensures this, and is applied to every tokenizer of this project.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from data.errors import DataError
 
 log = logging.getLogger(__name__)
 
-# The released spellings. In a trained tokenizer, ids follow the order of CONTROL_TOKENS, as in the released one.
+# The spellings in the released tokenizer. In a tokenizer trained here, the ids follow the order of CONTROL_TOKENS, as
+# in the released one.
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 IMAGE, USER, ASSISTANT, SYSTEM = "<｜deepseek_image｜>", "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"
-# Reserved for the drafter, so that training one later does not change the vocabulary.
+# The drafter's token is reserved in advance, so that training a drafter later does not change the vocabulary.
 NOISE = "<｜place▁holder▁no▁0｜>"
 THINKING, TOOLS = ("<think>", "</think>"), ("<tool_result>", "</tool_result>")
 CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, USER, ASSISTANT, SYSTEM, *THINKING, *TOOLS, NOISE)
@@ -32,13 +33,15 @@ CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, USER, ASSISTANT, SYSTEM, *THINKING, *TOO
 # Words with one leading space, groups of up to three digits (as in the released tokenizer), runs of symbols with the
 # line end after them, line ends with the blank lines before them, then indentation up to the last space.
 PIECES = r" ?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TRAINING_BYTES = 2**28  # more text hardly changes the merges
+TRAINING_BYTES = 2**28  # bytes of text to train on; more text hardly changes the merges
 VERSION = 1  # raise it when training changes, so that cached tokenizers are trained again
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the control tokens that the data needs. `bos`, `image`, `noise` are None if the tokenizer lacks them."""
+    """The ids of the control tokens that the data pipeline needs. `bos`, `image` and `noise` are None if the tokenizer
+    lacks these tokens.
+    """
 
     bos: int | None
     eos: int
@@ -48,10 +51,11 @@ class SpecialIds:
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """The control tokens of a tokenizer, found by their released spellings or else by spellings common for their roles.
+    """The ids of a tokenizer's control tokens, found by their released spellings or by other common spellings for the
+    same roles.
 
-    Without a padding token EOS serves as one. Raises ValueError if there is no end-of-text token, since nothing would
-    separate documents.
+    If the tokenizer has no padding token, EOS is used for padding. Raises ValueError if there is no end-of-text token,
+    because it separates documents.
     """
     alternatives = {
         "bos": (BOS, "<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>"),
@@ -63,12 +67,14 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     found: dict[str, Any] = {role: _first_id(tokenizer, spellings) for role, spellings in alternatives.items()}
     if found["eos"] is None:
         tried = ", ".join(alternatives["eos"])
-        raise ValueError(f"data.tokenizer: no end-of-text token among {tried}; add one to the tokenizer's added_tokens")
+        raise ValueError(
+            f"data.tokenizer: the tokenizer has no end-of-text token ({tried}); add one to its added_tokens"
+        )
     return SpecialIds(**found | {"pad": found["eos"] if found["pad"] is None else found["pad"]})
 
 
 def identity(tokenizer: Tokenizer) -> str:
-    """A hash of everything that determines how the tokenizer encodes."""
+    """A hash of everything that determines how the tokenizer encodes text."""
     return hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
 
@@ -78,9 +84,9 @@ def _first_id(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of exactly `vocab_size` entries: control tokens, 256 bytes, and merges.
+    """Train a byte-level BPE tokenizer with exactly `vocab_size` tokens: control tokens, 256 byte values, and merges.
 
-    Raises ValueError if the texts are too short to learn that many merges from.
+    Raises ValueError if the texts are too short to learn that many merges.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
@@ -97,23 +103,24 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"data.vocab_size={vocab_size}: the training split has too little text, enough for only "
-            f"{tokenizer.get_vocab_size()} entries; lower vocab_size or add text"
+            f"data.vocab_size={vocab_size}: the training split has too little text; it gives only "
+            f"{tokenizer.get_vocab_size()} tokens; lower vocab_size or add text"
         )
     return tokenizer
 
 
 def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_error: str, folder: Path) -> Tokenizer:
-    """Train a tokenizer, or load it from `folder` if it has been trained before. The result is guarded.
+    """Train a tokenizer, or load it from `folder` if it has been trained before. `guard` has been applied to the
+    result.
 
-    texts: read only if the tokenizer must be trained, and only the first TRAINING_BYTES. texts_id, on_error: determine
-    which texts these are, so they are part of the file's name.
+    texts: are read only if the tokenizer must be trained, and only their first TRAINING_BYTES bytes. texts_id,
+    on_error: identify the texts, so both are part of the name of the cached file.
     """
     key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
     path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
     with locked(path):
         if not path.exists():
-            log.info("training a tokenizer of %d entries into %s", vocab_size, path)
+            log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
             tokenizer = train_tokenizer(_head(texts), vocab_size)
             with atomic_file(path) as temporary:
                 tokenizer.save(str(temporary))
@@ -121,7 +128,7 @@ def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_er
 
 
 def _head(texts: Iterator[str]) -> Iterator[str]:
-    """The first TRAINING_BYTES of the texts, rounded up to a whole text."""
+    """The first texts, until they have at least TRAINING_BYTES bytes in total."""
     total = 0
     for text in texts:
         if total >= TRAINING_BYTES:
@@ -131,7 +138,9 @@ def _head(texts: Iterator[str]) -> Iterator[str]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a folder. The result is guarded. Raises `DataError` for anything else."""
+    """Load a tokenizer.json file, given by its own path or by that of its folder. `guard` has been applied to the
+    result. Raises `DataError` if there is no valid tokenizer.json.
+    """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         remedy = "data.tokenizer must be `train`, a tokenizer.json or a folder that holds one"
@@ -146,9 +155,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def guard(tokenizer: Tokenizer, file: str) -> Tokenizer:
     """A copy of the tokenizer that encodes the spelling of an added token as ordinary text.
 
-    `encode_special_tokens` covers only tokens that are marked as special. Released tokenizers do not mark all of theirs
-    (`<｜User｜>`, `<think>`), so every added token is marked here, except runs of white space, which are text. Raises
-    `DataError` naming `file` if text can still produce a control token.
+    The library's option `encode_special_tokens` works only for tokens that are marked as special. Released tokenizers
+    do not mark all their control tokens (for example not `<think>`), so this function marks every added token except
+    runs of white space, which are text. Raises `DataError` with the name `file` if text can still produce a control
+    token.
     """
     state = json.loads(tokenizer.to_str())
     control = [token for token in state["added_tokens"] if token["content"].strip()]

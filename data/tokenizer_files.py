@@ -1,4 +1,6 @@
-"""The files that other programs expect beside a tokenizer.json: the roles of its tokens, and the chat template."""
+"""Writes the files that other programs expect beside a tokenizer.json: the roles of its tokens, and the chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_t
 
 
 def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The files, by name, with which `AutoTokenizer` and engines based on it use a tokenizer as this project does: BOS
-    comes first, control tokens have their roles, and the chat template writes the format of `data/chat`.
+    """The texts, by file name, of the files that make `AutoTokenizer` and engines based on it use a tokenizer as this
+    project does: BOS comes first, control tokens have their roles, and the chat template renders the V4.1 chat format.
 
-    If the tokenizer was loaded from a folder with such files, these are returned. Without the tokens of the chat format
-    there is no template.
+    If the tokenizer was loaded from a folder that has such files, those are returned. There is no chat template if the
+    tokenizer lacks tokens of the chat format.
     """
     folder = Path(cfg.tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
@@ -40,7 +42,7 @@ def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _with_bos(tokenizer: Tokenizer, bos: int | None) -> str:
-    """The text of tokenizer.json. A tokenizer that adds no special tokens to a text is made to add BOS."""
+    """The text of tokenizer.json. If the tokenizer adds no special tokens to a text, the written one adds BOS."""
     written = Tokenizer.from_str(tokenizer.to_str())
     if bos is not None and written.post_processor is None:
         token = tokenizer.id_to_token(bos)

@@ -1,4 +1,6 @@
-"""Documents as token ids: memory-mapped from the cache, or in memory for streams and documents with images."""
+"""Tokenises documents. The token ids are memory-mapped from the cache, or kept in memory for streams and documents with
+images.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,27 @@ from data.tokenizer import EOS, identity, special_ids
 log = logging.getLogger(__name__)
 
 VERSION = 3  # raise it when the layout of the cache or the tokens of a document change
-BATCH = 128  # documents per call of the tokenizer
+BATCH = 128  # number of documents per call of the tokenizer
 
 
 @dataclass
 class TokenStore:
-    """Tokenised documents, one after another.
+    """The token ids of many documents, concatenated.
 
     Attributes:
         tokens: uint16 or uint32 [tokens]. Document i is `tokens[offsets[i]:offsets[i + 1]]`: BOS (if the tokenizer has
             one), text and image tokens, EOS.
-        offsets: int64 [documents + 1].
-        byte_counts: uint32 [tokens], the bytes of UTF-8 source text behind each token, or None if they are not counted.
-            They add up to the bytes of the documents for every tokenizer: what a normaliser drops at the end of a text
-            counts towards EOS.
-        num_bytes: bytes of UTF-8 source text of all documents.
-        skipped, repaired: how many records were left out or repaired, by reason.
-        formats, unused: how many records were recognised as which shape, and how many have which key that is not used.
-        pictures: the images of each document that has any, in order.
-        loss_mask: bool [tokens], which tokens may be targets, or None if all may.
+        offsets: int64 [documents + 1], the positions in `tokens` where the documents begin, and the end of the last
+            one.
+        byte_counts: uint32 [tokens], the number of bytes of UTF-8 source text that each token stands for, or None if
+            they are not counted. With any tokenizer the counts add up to the size of the documents in bytes: text that
+            a normaliser drops at the end of a document is counted for EOS.
+        num_bytes: number of bytes of UTF-8 source text of all documents.
+        skipped, repaired: the number of records that were left out, or were repaired, for each reason.
+        formats, unused: the number of records recognised in each format, and the number of records that have each
+            unused key.
+        pictures: the images of each document that has images, in reading order.
+        loss_mask: bool [tokens], which tokens may be targets of the loss, or None if all may be.
     """
 
     tokens: np.ndarray
@@ -61,13 +65,15 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+        """The number of tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document as token ids, and the bytes of its text. `byte_counts`, `loss_mask`: as in `TokenStore`, or None."""
+    """The token ids of one document, and the number of bytes of its text. `byte_counts` and `loss_mask` are as in
+    `TokenStore`, or None.
+    """
 
     document: Document
     num_bytes: int
@@ -80,10 +86,11 @@ class Encoder:
     """Turns documents into token ids: BOS, text and image spans in order, EOS.
 
     Args:
-        seq_len: tokens of a row. Documents with images and conversations must fit into one, since they are never cut.
-        vision: sizes of image spans, or None to refuse images.
-        count_bytes: whether to count the bytes of source text behind each token.
-        conversations: whether documents say which of their parts are supervised.
+        seq_len: number of tokens in a row. Conversations and documents with images must fit into one row, because they
+            are never cut.
+        vision: the settings that determine how many tokens an image takes, or None to reject images.
+        count_bytes: whether to count the bytes of source text that each token stands for.
+        conversations: whether documents are conversations, which mark the supervised parts.
     """
 
     def __init__(
@@ -103,9 +110,9 @@ class Encoder:
         self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
     def encode(self, documents: list[Document], policy: BadRecordPolicy) -> Iterator[Encoded]:
-        """Tokenise a batch of documents. Those that cannot be used are reported to `policy`."""
+        """Tokenise a batch of documents. Invalid documents are reported to `policy`."""
         texts = [part for document in documents for part in document.parts if isinstance(part, str)]
-        # The fast variant does not return offsets, which only counting needs.
+        # `encode_batch_fast` does not return character offsets, which are needed only to count bytes.
         encode = self.tokenizer.encode_batch if self.count_bytes else self.tokenizer.encode_batch_fast
         encodings = iter(encode(texts, add_special_tokens=False))
         for document in documents:
@@ -114,7 +121,7 @@ class Encoder:
                 if len(encoded.ids) > self.seq_len and (self.conversations or self.vision and len(document.parts) > 1):
                     kind = "conversation" if self.conversations else "image document"
                     remedy = "raise seq_len" + (" or lower max_image_tokens" if self.vision else "")
-                    detail = f"{len(encoded.ids)} tokens for {self.seq_len}; {remedy}"
+                    detail = f"it has {len(encoded.ids)} tokens, a row has {self.seq_len}; {remedy}"
                     raise DataError(document.file, document.line, f"{kind} longer than a row", detail)
             except DataError as error:
                 policy.report(error)
@@ -128,10 +135,11 @@ class Encoder:
             yield from self.encode(batch, policy)
 
     def _assemble(self, document: Document, encodings: Iterator[Encoding]) -> Encoded:
-        """One document from the encodings of its text parts, which are taken from `encodings`."""
+        """Encode one document, taking the encodings of its text parts from the iterator `encodings`."""
         ids = [] if self.special.bos is None or self._begins_with_bos(document) else [self.special.bos]
         counts, ends, num_bytes = [0] * len(ids), [], len(document.text.encode())
-        # Take all of them now: if this document is refused, the next one must still find its own.
+        # Take the encodings of all parts now, so that the next document finds its own encodings even if this one raises
+        # an error.
         texts = [next(encodings) for part in document.parts if isinstance(part, str)]
         for part in document.parts:
             if isinstance(part, str):
@@ -155,7 +163,7 @@ class Encoder:
             counts.append(num_bytes - sum(counts))
             byte_counts = np.array(counts, np.uint32)
         if self.conversations and document.supervised is not None:
-            lengths = np.diff([0, *ends, len(ids)])  # BOS goes with the first part, EOS with the last
+            lengths = np.diff([0, *ends, len(ids)])  # BOS is supervised like the first part, EOS like the last
             loss_mask = np.repeat([*document.supervised, document.supervised[-1]], lengths)
             for part, end in zip(document.parts, ends, strict=True):
                 if isinstance(part, Tokens) and part.supervised is not None:
@@ -168,11 +176,13 @@ class Encoder:
         return isinstance(first, Tokens) and first.ids[0] == self.special.bos
 
     def _given(self, part: Tokens, document: Document) -> list[int]:
-        """Token ids of a record, without the EOS that every document is given. Ids must be of this tokenizer's text."""
+        """The token ids of a pre-tokenised part, without a final EOS, because every document gets an EOS anyway. Raises
+        `DataError` for an id outside the vocabulary and for the id of an image token.
+        """
         size = self.tokenizer.get_vocab_size()
         for place, token in enumerate(part.ids):
             if not 0 <= token < size:
-                detail = f"input_ids[{place}] = {token}, the tokenizer has {size} entries"
+                detail = f"input_ids[{place}] = {token}, but the tokenizer has only {size} tokens"
                 raise DataError(document.file, document.line, "id outside the vocabulary", detail)
             if token == self.special.image:
                 detail = f"input_ids[{place}] = {token}; records of token ids have no images"
@@ -180,7 +190,7 @@ class Encoder:
         return list(part.ids[:-1] if part.ids[-1] == self.special.eos else part.ids)
 
     def _width(self, token: int) -> int:
-        """Bytes of text behind a token id."""
+        """The number of bytes of text that a token id stands for."""
         if token not in self._widths:
             spelling = self.tokenizer.id_to_token(token)
             added = token in self.tokenizer.get_added_tokens_decoder()
@@ -189,32 +199,34 @@ class Encoder:
         return self._widths[token]
 
     def _span(self, part: Picture | Control, document: Document) -> list[int]:
-        """The ids of an image or a control token."""
+        """The token ids of an image or of a control token."""
         if isinstance(part, Picture):
             if self.vision is None:
-                detail = "the model has no vision_config, or the tokenizer no image token"
+                detail = "the model has no vision_config, or the tokenizer has no image token"
                 raise DataError(document.file, document.line, "image for a model without vision", detail)
             assert self.special.image is not None, "a vision encoder has an image token"
             return [self.special.image] * plan_grid(part.width, part.height, self.vision).num_tokens
         ids = control_ids(self.tokenizer, part)
         if self.tokenizer.token_to_id(part.spelling) is None and part.spelling != EOS:
             if any(part.spelling in text for text in document.parts if isinstance(text, str)):
-                detail = f"{part.spelling} is part of the format, and the tokenizer has no token for it"
+                detail = f"{part.spelling} is a control token of the chat format, but the tokenizer does not have it"
                 raise DataError(document.file, document.line, "text spells a control token", detail)
         return ids
 
 
 def control_ids(tokenizer: Tokenizer, part: Control) -> list[int]:
-    """The id of a control token, or the ids of its spelling if the tokenizer does not have it. EOS is found by role."""
+    """The id of a control token, or the ids of its spelling if the tokenizer has no such token. EOS is found by its
+    role, whatever its spelling.
+    """
     found = special_ids(tokenizer).eos if part.spelling == EOS else tokenizer.token_to_id(part.spelling)
     return tokenizer.encode(part.spelling, add_special_tokens=False).ids if found is None else [found]
 
 
 def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """How many UTF-8 bytes of `text` each token adds, given the tokens' character offsets.
+    """The number of UTF-8 bytes of `text` that each token stands for, given the tokens' character offsets.
 
-    If several tokens make up one character, its bytes count towards the first; characters between two tokens count
-    towards the second.
+    If several tokens make up one character, its bytes are counted for the first of them; characters between two tokens
+    are counted for the second token.
     """
     position = None
     if not text.isascii():
@@ -230,7 +242,7 @@ def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> list[int]:
 
 
 def collect(encoded: Iterable[Encoded], policy: BadRecordPolicy) -> TokenStore:
-    """Put encoded documents into a store in memory."""
+    """Collect encoded documents in a `TokenStore` in memory."""
     items = list(encoded)
     offsets = np.concatenate([[0], np.cumsum([len(e.ids) for e in items], dtype=np.int64)])
     counted = bool(items) and items[0].byte_counts is not None
@@ -253,27 +265,28 @@ def _pictures(document: Document) -> list[Picture]:
 
 
 def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The documents of a source as token ids: from the cache in `folder`, or in memory if they can have images.
+    """Tokenise the documents of a source: into the cache in `folder`, or in memory if the documents can have images.
 
-    source_id: the identity of the source, passed because computing it takes a pass over the files. Raises `DataError`
-    for a bad record if `on_error` is `stop`; nothing is left in the cache then.
+    source_id: the result of `source.identity()`, which the caller passes because computing it reads all files. Raises
+    `DataError` for a bad record if `on_error` is `stop`; in this case nothing is written to the cache.
     """
     if encoder.vision is None:
         return _cached(source, source_id, encoder, on_error, folder)
-    policy = BadRecordPolicy(on_error)  # the cache has no room for images
+    policy = BadRecordPolicy(on_error)  # the cache cannot hold images
     return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
 
 
 def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The store of a source without images, memory-mapped from the cache. It is tokenised into the cache first if it is
-    not there yet."""
+    """The token store of a source without images, memory-mapped from the cache. If the cache does not have it yet, the
+    source is tokenised into the cache first.
+    """
     known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
     if encoder.conversations:
-        known += f" {encoder.seq_len}"  # conversations that are longer are refused
+        known += f" {encoder.seq_len}"  # longer conversations are bad records
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
     with locked(path):
         if not path.exists():
-            log.info("tokenising into %s", path)
+            log.info("tokenising documents into the cache %s", path)
             with atomic_folder(path) as temporary:
                 _write(source, encoder, BadRecordPolicy(on_error), temporary)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))

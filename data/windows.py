@@ -1,7 +1,8 @@
-"""Packing windows: the documents of a split, window by window, as packed rows in a shuffled order.
+"""Packing windows: consecutive groups of documents, each of which is packed into rows and shuffled.
 
-A window is the next `data.window_tokens` tokens of documents. It is packed, and its rows are shuffled, on its own; a
-place in the source is therefore enough to make a window again. (Loaders of streams call this a shuffle buffer.)
+A packing window consists of the next documents of a source, up to `data.window_tokens` tokens. Each window is packed
+and shuffled independently of the others, so the place in the source where it begins is enough to make it again. (For
+streams this is often called a shuffle buffer.)
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from data.errors import BadRecordPolicy
 from data.packing import PackedRows, pack_rows
 from data.tokens import Encoded, Encoder, TokenStore, collect
 
-READ_AHEAD = 16  # documents of a stream tokenised at once; a window can be longer than asked for by this many, less one
+# The number of documents of a stream that are tokenised at once. A window can be up to READ_AHEAD - 1 documents longer
+# than requested.
+READ_AHEAD = 16
 
 
 @dataclass
 class Stats:
-    """What a split holds (of a stream: what has been read so far) and how well it packs.
+    """Statistics of a split of the data and its packing; for a stream they cover what has been read so far.
 
     Attributes:
-        documents, tokens, bytes: of the split; bytes are those of the UTF-8 source text.
-        rows, positions, padding: packed so far: rows, tokens that fit into them, and how many of these are padding.
-        split_documents: documents packed so far that were cut into several pieces.
-        skipped, repaired: records that were left out or repaired, by reason.
-        formats, unused: records by the shape they were recognised as; records that have a key that is not used.
+        documents, tokens, bytes: number of documents, tokens and bytes of UTF-8 source text in the split.
+        rows, positions, padding: number of rows packed so far, of token positions in them, and of positions that are
+            padding.
+        split_documents: number of documents packed so far that were cut into several pieces.
+        skipped, repaired: the number of records that were left out, or were repaired, for each reason.
+        formats, unused: the number of records recognised in each format, and the number of records that have each
+            unused key.
     """
 
     documents: int = 0
@@ -47,7 +52,7 @@ class Stats:
 
     @property
     def padding_share(self) -> float:
-        """Share of padding in the packed rows."""
+        """The fraction of padding in the packed rows."""
         return self.padding / self.positions if self.positions else 0.0
 
     def add_store(self, store: TokenStore) -> None:
@@ -77,7 +82,9 @@ class Stats:
 
 @dataclass(frozen=True)
 class PackingWindow:
-    """Packed, shuffled rows of documents in `store`, and where the next window begins (None: the epoch ends here)."""
+    """Packed and shuffled rows of documents in `store`, and the position where the next window begins (None at the end
+    of the epoch).
+    """
 
     store: TokenStore
     rows: PackedRows
@@ -85,23 +92,29 @@ class PackingWindow:
 
 
 class Windows(Protocol):
-    """The windows of every epoch."""
+    """The interface of an object that loads the packing windows of every epoch."""
 
     stats: Stats
 
     def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
-        """Window `number` of an epoch, which begins where the one before it ended (None: the first one)."""
+        """Load window `number` of an epoch, which begins at the position where the window before it ended (None for the
+        first window).
+        """
         ...
 
 
 def random_stream(*key: int) -> np.random.RandomState:
-    """A random number generator for a key. RandomState, because NumPy guarantees its numbers across versions."""
+    """A random number generator seeded by a key. It is a RandomState because NumPy guarantees the same numbers in all
+    versions.
+    """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return np.random.RandomState(int.from_bytes(digest, "little"))
 
 
 class StoredWindows:
-    """Windows over a complete store. All documents of an epoch are shuffled; with seed None nothing is shuffled."""
+    """The packing windows of a token store that holds the whole split. All documents of an epoch are shuffled; with
+    seed None nothing is shuffled.
+    """
 
     def __init__(self, store: TokenStore, seq_len: int, window_tokens: int, seed: int | None):
         self.store, self.seq_len, self.window_tokens, self.seed = store, seq_len, window_tokens, seed
@@ -127,8 +140,9 @@ class StoredWindows:
 
 
 class StreamedWindows:
-    """Windows over a source that is tokenised while it is read. Documents stay in the order of the source; with seed
-    None rows stay in the order of packing."""
+    """The packing windows of a source that is tokenised while it is read. Documents stay in the order of the source,
+    and only the packed rows of a window are shuffled; with seed None nothing is shuffled.
+    """
 
     def __init__(self, source: Source, encoder: Encoder, policy: BadRecordPolicy, window_tokens: int, seed: int | None):
         self.source, self.encoder, self.policy = source, encoder, policy
@@ -138,7 +152,7 @@ class StreamedWindows:
         self._reached: Position = None
 
     def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
-        if start is None or start != self._reached:  # else continue where the last window ended
+        if start is None or start != self._reached:  # otherwise the open reader continues where the last window ended
             self._reading = self.source.read(self.policy, start)
         encoded: list[Encoded] = []
         total, after = 0, start
@@ -156,7 +170,7 @@ class StreamedWindows:
 
 
 def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
-    """A whole store as one window, not shuffled."""
+    """All documents of a token store as one packing window, not shuffled."""
     return PackingWindow(store, pack_rows(store.lengths, seq_len), None)
 
 

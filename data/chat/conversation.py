@@ -1,4 +1,4 @@
-"""Conversations that have been checked, and reasoning efforts by name and number."""
+"""Conversations whose records have been validated, and reasoning efforts given by name or number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call: its id, which the result refers to, the name of the function, and its arguments."""
+    """A tool call: its id (to which the tool result refers), the name of the function, and its arguments."""
 
     id: str
     name: str
@@ -23,12 +23,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn of a conversation.
+    """One message of a conversation, after the messages of a user turn have been merged.
 
     Attributes:
         role: "system", "user" (this includes the tool results of a user turn) or "assistant".
-        content: text, images and control tokens.
-        reasoning, tool_calls: of an assistant message.
+        content: the parts of the message: text, images and control tokens.
+        reasoning, tool_calls: the reasoning and the tool calls of an assistant message.
         supervised: whether an assistant message may be trained on.
     """
 
@@ -41,12 +41,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A checked record.
+    """A conversation whose record has been validated.
 
     Attributes:
-        thinking: whether its answers are in thinking mode; None: the answers that have reasoning are.
-        effort: 1 to 100.
-        with_tools: whether it has tools, so that the reasoning of all answers is kept.
+        thinking: whether the answers are in thinking mode; None means that an answer is in thinking mode if it has
+            reasoning.
+        effort: the reasoning effort, from 1 to 100.
+        with_tools: whether the conversation has tools, in which case the reasoning of all answers is kept.
     """
 
     messages: tuple[Message, ...]
@@ -56,7 +57,9 @@ class Conversation:
 
 
 def effort_budget(value: Any) -> int:
-    """The number, 1 to 100, of an effort given by name or number. Raises ValueError for any other value."""
+    """The reasoning effort as a number from 1 to 100, for an effort given by name or number. Raises ValueError if the
+    value is neither.
+    """
     if isinstance(value, str) and value in EFFORTS:
         return EFFORTS[value]
     if type(value) is int and 1 <= value <= 100:

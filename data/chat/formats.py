@@ -1,16 +1,18 @@
-"""Converts conversations in the formats of other frameworks to the `messages` shape (see the package's docstring).
+"""Converts conversations from the record formats of other frameworks to the OpenAI `messages` format.
 
-    messages           {"messages": [{"role": ..., "content": ...}]}: OpenAI, TRL, axolotl, ms-swift
-    sharegpt           {"conversations": [{"from": "human", "value": ...}]}: LLaMA-Factory, axolotl, LLaVA
-    alpaca             {"instruction": ..., "input": ..., "output": ..., "history": [[question, answer]]}, also with
-                       query and response
-    prompt_completion  {"prompt": ..., "completion": ...}, each text or messages; answers in prompt
-                       are not supervised
-    preference         {"chosen": ..., "rejected": ..., "prompt": ...}, or OpenAI's preferred_output; supervised is
-                       chosen, from where it differs from rejected
-    tokens             {"input_ids": [...], "labels": [...]}
+The values of `data.format` for conversations are these:
 
-A record is recognised by its keys, one by one, unless `data.format` names its shape.
+    messages:           {"messages": [{"role": ..., "content": ...}]}, used by OpenAI, TRL, axolotl and ms-swift.
+    sharegpt:           {"conversations": [{"from": "human", "value": ...}]}, used by LLaMA-Factory, axolotl and LLaVA.
+    alpaca:             {"instruction": ..., "input": ..., "output": ..., "history": [[question, answer]]}; the keys
+                        query and response are also accepted.
+    prompt_completion:  {"prompt": ..., "completion": ...}, where both values are texts or lists of messages; answers
+                        inside the prompt are not supervised.
+    preference:         {"chosen": ..., "rejected": ..., "prompt": ...}, or the keys of OpenAI's preference
+                        fine-tuning; the chosen answer is supervised from where it differs from the rejected one.
+    tokens:             {"input_ids": [...], "labels": [...]}.
+
+The format of each record is recognised by its keys, unless `data.format` sets it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 from data.document import kind_of
 from data.errors import DataError
 
-# The sets of keys by which each shape is recognised. A record has the first shape of which it has one whole set.
+# The sets of keys by which each format is recognised. A record has the first format of which it has all keys of one
+# set.
 SHAPES: dict[str, tuple[set[str], ...]] = {
     "preference": ({"chosen", "rejected"}, {"preferred_output"}),
     "messages": ({"messages"},),
@@ -53,7 +56,9 @@ ROLES = {
 
 
 def shape_of(record: Any, field: str) -> str:
-    """The name of a record's shape. It is "messages" for an unknown shape too; reading it then fails naming `field`."""
+    """The name of a record's format. For an unrecognised record it is "messages"; reading the record then fails with an
+    error that names `field`.
+    """
     if not isinstance(record, dict):
         return "messages"
     present = {key for key, value in record.items() if value is not None}
@@ -62,9 +67,9 @@ def shape_of(record: Any, field: str) -> str:
 
 
 def as_messages(record: Any, shape: str, field: str, file: str, line: int) -> Mapping[str, Any]:
-    """The record with its conversation under `field`, in the OpenAI shape. Other keys stay as they are.
+    """The record with its conversation in the OpenAI format under the key `field`. All other keys are unchanged.
 
-    Raises `DataError` for a record that does not have the shape.
+    Raises `DataError` if the record is not in the format `shape`.
     """
     if not isinstance(record, dict):
         raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")
@@ -72,7 +77,7 @@ def as_messages(record: Any, shape: str, field: str, file: str, line: int) -> Ma
 
 
 class _Shapes:
-    """Converts one record. Its errors name the record's file and line."""
+    """Converts one record to the OpenAI format; its errors name the file and line of the record."""
 
     def __init__(self, file: str, line: int):
         self.file, self.line = file, line
@@ -107,14 +112,14 @@ class _Shapes:
         return {**message, "role": role, "content": value}
 
     def _calls(self, value: Any, number: int) -> list[dict[str, Any]]:
-        """Tool calls written as JSON: {"name": ..., "arguments": ...}, or a list of these."""
+        """The tool calls in a JSON text of the form {"name": ..., "arguments": ...}, or of a list of such objects."""
         try:
             calls = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise self.bad("wrong tool call", f"turn {number}: invalid JSON: {error}") from None
         calls = [calls] if isinstance(calls, dict) else calls
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise self.bad("wrong tool call", f'turn {number}: must be JSON of {{"name": ..., "arguments": ...}}')
+            raise self.bad("wrong tool call", f'turn {number}: must be JSON like {{"name": ..., "arguments": ...}}')
         return [{"type": "function", "function": call} for call in calls]
 
     def _alpaca(self, record: dict[str, Any]) -> tuple[dict, list]:
@@ -170,7 +175,7 @@ class _Shapes:
         return record, [_context(message) for message in prompt + chosen[:shared]] + chosen[shared:]
 
     def _prompt_of(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """What precedes the chosen answer: a prompt, a conversation, or an instruction."""
+        """The messages before the chosen answer, from the record's prompt, conversation or instruction."""
         if record.get("prompt") is not None:
             prompt = record.pop("prompt")
             if not isinstance(prompt, str | list):
@@ -212,7 +217,7 @@ def _assistant(text: str) -> dict[str, Any]:
 
 
 def _context(message: Any) -> Any:
-    """The message with `weight` 0 if it is an answer, so that it is not supervised."""
+    """A copy of the message that has `weight` 0 if it is an assistant message, so that it is not supervised."""
     if isinstance(message, dict) and message.get("role") == "assistant":
         return {**message, "weight": 0}
     return message

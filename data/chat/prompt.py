@@ -1,4 +1,4 @@
-"""Messages -> a prompt, which the model continues with its answer."""
+"""Turns messages into a prompt (token ids and images), which the model continues with its answer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Prompt:
     """A prompt with its images not decoded yet.
 
-    ids: token ids. types: of each token, its place in an image or TEXT (see `data/images.py`). pictures: the images in
-    reading order; vision: how they become patches.
+    ids: token ids. types: for each token its image token type, or -1 for text (see `Grid.token_types`). pictures: the
+    images in reading order; vision: the settings that determine how images become patches.
     """
 
     ids: tuple[int, ...]
@@ -37,7 +37,8 @@ class Prompt:
 
     def images(self) -> dict[str, Tensor] | None:
         """Decode the images: `pixel_values` fp32 [patches, 3, p, p] in [-1, 1], `image_grid_hws` int64 [images, 2] in
-        patches, and `vision_token_types` int64 [len(ids)]. None without images. Raises `DataError` for a damaged one.
+        patches, and `vision_token_types` int64 [len(ids)]. Returns None if the prompt has no images. Raises `DataError`
+        for a damaged image.
         """
         if not self.pictures:
             return None
@@ -45,7 +46,7 @@ class Prompt:
 
         from data.images import preprocess
 
-        assert self.vision is not None, "a prompt with images knows how they become patches"
+        assert self.vision is not None, "a prompt with images must have vision settings"
         found = [preprocess(picture.open(), self.vision) for picture in self.pictures]
         return {
             "pixel_values": torch.cat([patches for patches, _ in found]),
@@ -62,9 +63,10 @@ def prompt_ids(
     effort: str | int = DEFAULT_EFFORT,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation without images, up to and including the header of the next answer.
+    """The token ids of a conversation without images, up to and including the header of the answer to be generated.
 
-    thinking, effort, tools: as in a record (see the package's docstring). Raises `DataError` for malformed messages.
+    thinking, effort, tools: have the same meaning as in a record (see the docstring of data/chat/__init__.py). Raises
+    `DataError` for malformed messages.
     """
     record = {"messages": messages, "thinking": thinking, "effort": effort, "tools": tools}
     ids: list[int] = []
@@ -78,11 +80,12 @@ def prompt_ids(
 def read_prompt(
     tokenizer: Tokenizer, record: dict[str, Any], vision: VisionSettings | None, file: str = "messages", line: int = 0
 ) -> Prompt:
-    """The prompt of a record, up to and including the header of the next answer, with its images.
+    """The prompt of a record with its images, up to and including the header of the answer to be generated.
 
-    record: `messages` and the other keys that a record may have (see the package's docstring). vision: of the model;
-    None if it reads no images. Image paths are relative to the folder of `file`. Raises `DataError`, naming `file` and
-    `line`, for a malformed record, an image that cannot be read, and an image for a model or tokenizer without images.
+    record: `messages` and the other keys that a record may have (see data/chat/__init__.py). vision: the image settings
+    of the model, or None if the model reads no images. Image paths are relative to the folder of `file`. Raises
+    `DataError`, naming `file` and `line`, for a malformed record, an image that cannot be read, and an image for a
+    model or tokenizer without images.
     """
     ids: list[int] = []
     types: list[int] = []
@@ -96,7 +99,7 @@ def read_prompt(
         from data.images import plan_grid
 
         if vision is None or image is None:
-            detail = "the model has no vision_config, or the tokenizer no image token"
+            detail = "the model has no vision_config, or the tokenizer has no image token"
             raise DataError(file, line, "image for a model without vision", detail)
         span = plan_grid(part.width, part.height, vision).token_types().tolist()
         ids += [image] * len(span)
@@ -106,7 +109,9 @@ def read_prompt(
 
 
 def _parts(tokenizer: Tokenizer, record: dict[str, Any], file: str, line: int) -> Iterator[list[int] | Picture]:
-    """The token ids and images of a record's conversation, and the header of the next answer."""
+    """Yield the token ids and images of a record's conversation, followed by the header of the answer to be
+    generated.
+    """
     rendered = render(read_conversation(record, file, line, for_training=False), set())
     if (bos := special_ids(tokenizer).bos) is not None:
         yield [bos]

@@ -1,5 +1,5 @@
-"""Record -> conversation. Every field of the OpenAI `messages` shape is checked. A key with which another framework
-selects what is trained on is either applied or refused with an error that names it.
+"""Turns a record in the OpenAI `messages` format into a validated conversation. Some keys select in other frameworks
+which messages are trained on: each of them is either applied here or rejected with an error that names the key.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from data.chat.render import END_RESULT, RESULT, SEPARATOR, to_json, tool_list
 from data.document import Part, Picture, encodable, kind_of, value_of
 from data.errors import DataError
 
-# Keys of a record and of a message that are used.
+# The keys of a record and of a message that this file reads.
 RECORD_KEYS = {"tools", "effort", "thinking", "system", "images", "image", "chat_template_kwargs", "label", "kto_tag"}
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "tools", "name"}
-# Keys of a message that say whether an answer is supervised, in OpenAI's, ms-swift's and axolotl's format.
+# The keys of a message that say whether an answer is supervised, in the formats of OpenAI, ms-swift and axolotl.
 WEIGHTS = ("weight", "loss", "train", "training", "train_on_turn")
 # Keys of a record that change what other frameworks train on, and that are not supported here.
 REFUSED_OF_RECORD = {
-    "videos": "the model reads text and images",
-    "video": "the model reads text and images",
-    "audios": "the model reads text and images",
-    "audio": "the model reads text and images",
-    "objects": "boxes are not written into the text; write their coordinates there",
-    "functions": "write them as tools",
-    "function_call": "write it as tool_calls of a message",
-    "documents": "write them into a message",
-    "loss_scale": "answers count 0 or 1; give messages a weight",
-    "loss_weight": "records count alike",
-    "sample_weight": "records count alike",
-    "weight": "records count alike; give messages a weight",
-    "mask": "give messages a weight",
-    "train_on_inputs": "only answers are supervised",
-    "segments": "write them as messages with a weight",
-    "chat_template": "the format is the model's own",
+    "videos": "the model reads only text and images",
+    "video": "the model reads only text and images",
+    "audios": "the model reads only text and images",
+    "audio": "the model reads only text and images",
+    "objects": "bounding boxes are not rendered; write their coordinates into the text of a message",
+    "functions": "use tools instead",
+    "function_call": "use tool_calls of a message instead",
+    "documents": "write the documents into a message",
+    "loss_scale": "the weight of an answer can only be 0 or 1; give messages a weight instead",
+    "loss_weight": "all records have the same weight",
+    "sample_weight": "all records have the same weight",
+    "weight": "all records have the same weight; give messages a weight instead",
+    "mask": "give messages a weight instead",
+    "train_on_inputs": "only answers can be supervised",
+    "segments": "use messages with a weight instead",
+    "chat_template": "only the model's own chat format is supported",
 }
 REFUSED_OF_MESSAGE = {
-    "training_detail": "an answer is supervised whole or not at all; use weight",
-    "train_detail": "an answer is supervised whole or not at all; use weight",
-    "loss_scale": "answers count 0 or 1; use weight",
-    "prefix": "an answer is whole",
-    "thinking": "write it as reasoning_content",
-    "reasoning_details": "write it as reasoning_content",
-    "refusal": "write it as content",
-    "audio": "the model reads text and images",
-    "images": "write them as parts of content",
+    "training_detail": "an answer is supervised as a whole or not at all; use weight instead",
+    "train_detail": "an answer is supervised as a whole or not at all; use weight instead",
+    "loss_scale": "the weight of an answer can only be 0 or 1; use weight instead",
+    "prefix": "an answer cannot be the beginning of a longer one",
+    "thinking": "use reasoning_content instead",
+    "reasoning_details": "use reasoning_content instead",
+    "refusal": "use content instead",
+    "audio": "the model reads only text and images",
+    "images": "write images as parts of content",
 }
-IMAGE_MARK = "<image>"  # in a user's text: the place of the record's next image
+IMAGE_MARK = "<image>"  # in a user's text, this marks where the next image of the record belongs
 
 
 def read_conversation(
     record: Any, file: str, line: int, field: str = "messages", for_training: bool = True
 ) -> Conversation:
-    """Check a record and return its conversation. Raises `DataError` naming `file` and `line` if it is malformed.
+    """Validate a record and return its conversation. Raises `DataError` with `file` and `line` if the record is
+    malformed.
 
-    for_training: the record must end with an answer, and at least one answer must be supervised. Without it, the record
-    is a prompt and must not end with an answer. Image paths are relative to the folder of `file`.
+    for_training: if True, the record must end with an answer, and at least one answer must be supervised. If False, the
+    record is a prompt and must not end with an answer. Image paths are relative to the folder of `file`.
     """
     items = value_of(record, field, file, line)
     return _Reader(file, line).conversation(record, items, for_training)
@@ -68,7 +69,7 @@ def read_conversation(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one record. Its errors name the record's file and line."""
+    """Reads one record; its errors name the file and line of the record."""
 
     file: str
     line: int
@@ -78,7 +79,9 @@ class _Reader:
 
     def conversation(self, record: Mapping[str, Any], items: Any, for_training: bool) -> Conversation:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-            raise self.bad("messages is not a list of objects", 'each must look like {"role": ..., "content": ...}')
+            raise self.bad(
+                "messages is not a list of objects", 'each message must look like {"role": ..., "content": ...}'
+            )
         record = self._with_template_options(record)
         try:
             effort = effort_budget(DEFAULT_EFFORT if record.get("effort") is None else record["effort"])
@@ -86,7 +89,7 @@ class _Reader:
             raise self.bad("wrong effort", str(error)) from None
         self._refuse(record, REFUSED_OF_RECORD, "")
         if record.get("label") is False or record.get("kto_tag") is False:
-            raise self.bad("undesired answer", "the record marks its answer as one that must not be learnt")
+            raise self.bad("undesired answer", "the record marks its answer as undesired, so it must not be trained on")
         for number, item in enumerate(items, 1):
             self._refuse(item, REFUSED_OF_MESSAGE, f"message {number}: ")
         items = self._with_images(self._with_system(items, record.get("system")), record)
@@ -107,7 +110,7 @@ class _Reader:
             raise self.bad(f"unsupported key {key}", f"{where}{key} = {value!r:.60}; {keys[key]}")
 
     def _with_template_options(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with thinking and effort copied from `chat_template_kwargs`."""
+        """The record with `thinking` and `effort` copied from its `chat_template_kwargs`."""
         options = record.get("chat_template_kwargs")
         if not options:
             return record
@@ -124,18 +127,18 @@ class _Reader:
         return {**record, **{names[key]: value for key, value in options.items() if value is not None}}
 
     def _with_system(self, items: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-        """The messages with the record's system text before them."""
+        """The messages, preceded by the system text of the record."""
         if system is None or system == "":
             return items
         if not isinstance(system, str):
             raise self.bad("wrong system", f"the record's system must be text, not {kind_of(system)}")
         if items[0].get("role") in ("system", "developer"):
-            raise self.bad("wrong system", "both the record and a message have a system text; keep one")
+            raise self.bad("wrong system", "both the record and a message have a system text; keep only one of them")
         return [{"role": "system", "content": system}, *items]
 
     def _with_images(self, items: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages with the record's images inserted: each replaces an <image> mark in a user's text or a part
-        {"type": "image"}. If there are no such places, the images come before the first user's text.
+        """The messages with the record's images inserted: each image replaces an <image> mark in a user's text or a
+        part {"type": "image"}. If the messages contain neither, the images are placed before the first user text.
         """
         images = record.get("images")
         if not images and record.get("image") is not None:
@@ -166,7 +169,7 @@ class _Reader:
         return made
 
     def _tool_list(self, tools: Any) -> Any:
-        """The record's tools, parsed if they are given as a JSON string."""
+        """The tools of the record, parsed if they are given as a JSON string."""
         if not isinstance(tools, str) or not tools.strip():
             return tools or None
         try:
@@ -175,18 +178,22 @@ class _Reader:
             return tools
 
     def _with_tools(self, items: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-        """Move the tools of the record into its first system message, which is added if there is none."""
+        """The messages with the tools of the record moved into the first system message; if there is no system message,
+        one is added.
+        """
         if not tools:
             return items
         if any(item.get("tools") for item in items):
-            raise self.bad("wrong tools", "both the record and a message list tools; keep one list")
+            raise self.bad("wrong tools", "both the record and a message list tools; keep only one of the lists")
         place = next((n for n, item in enumerate(items) if item.get("role") in ("system", "developer")), None)
         if place is None:
             return [{"role": "system", "content": "", "tools": tools}, *items]
         return [*items[:place], {**items[place], "tools": tools}, *items[place + 1 :]]
 
     def _turns(self, items: list[dict[str, Any]]) -> list[Message]:
-        """The messages of the record. The messages of a user turn, tool results included, are merged into one."""
+        """The messages of the record; the messages of each user turn, including tool results, are merged into one
+        message.
+        """
         messages: list[Message] = []
         calls: tuple[ToolCall, ...] = ()  # calls of the last answer, whose results may follow
         blocks: list[tuple[str | None, tuple[Part, ...]]] = []  # this user turn: (call id of a tool result, parts)
@@ -234,9 +241,9 @@ class _Reader:
 
     def _answer(self, item: dict[str, Any], number: int) -> Message:
         if item.get("function_call"):
-            raise self.bad("wrong tool call", f"message {number} uses function_call; write it as tool_calls")
+            raise self.bad("wrong tool call", f"message {number} uses function_call; use tool_calls instead")
         if item.get("reasoning"):
-            raise self.bad("wrong reasoning", f"message {number} uses reasoning; write it as reasoning_content")
+            raise self.bad("wrong reasoning", f"message {number} uses reasoning; use reasoning_content instead")
         reasoning = item.get("reasoning_content")
         if reasoning is not None and not isinstance(reasoning, str):
             raise self.bad("wrong reasoning", f"message {number}: reasoning_content must be text")
@@ -245,7 +252,10 @@ class _Reader:
             if weight not in (0, 1) or (key == "weight" and isinstance(weight, bool)):
                 raise self.bad("wrong weight", f"message {number}: {key}={weight!r} must be 0 or 1")
         if len(set(map(bool, weights.values()))) > 1:
-            raise self.bad("wrong weight", f"message {number}: {', '.join(weights)} contradict each other")
+            raise self.bad(
+                "wrong weight",
+                f"message {number}: {', '.join(weights)} contradict each other about whether to train on the answer",
+            )
         calls = item.get("tool_calls") or []
         if not isinstance(calls, list):
             raise self.bad("wrong tool call", f"message {number}: tool_calls must be a list")
@@ -302,7 +312,9 @@ class _Reader:
         if sorted(known) != sorted(results):
             wrong = next(call for call in known if results.count(call) != 1)
             count = results.count(wrong)
-            raise self.bad("tool call without its result", f"tool call {wrong!r} has {count} results, it must have one")
+            raise self.bad(
+                "tool call without its result", f"tool call {wrong!r} has {count} results, but must have exactly one"
+            )
 
     def _check_order(self, messages: list[Message], for_training: bool) -> None:
         roles = [message.role for message in messages]
@@ -311,7 +323,7 @@ class _Reader:
         if roles[0] == "assistant" or roles[:2] == ["system", "assistant"]:
             raise self.bad("wrong order of messages", "an assistant message comes before the first user message")
         if any(pair == ("assistant", "assistant") for pair in zip(roles, roles[1:], strict=False)):
-            raise self.bad("wrong order of messages", "two assistant messages follow each other; join them")
+            raise self.bad("wrong order of messages", "two assistant messages follow each other; merge them into one")
         if for_training and roles[-1] != "assistant":
             raise self.bad(
                 "wrong order of messages", f"the last message is from {roles[-1]}, it must be from assistant"
@@ -326,7 +338,7 @@ class _Reader:
         return value
 
     def _content(self, item: dict[str, Any], number: int, images: bool = False) -> tuple[Part, ...]:
-        """The content of a message, its parts joined by blank lines."""
+        """The content of a message, with blank lines between its parts."""
         content, role = item.get("content"), item.get("role")
         if isinstance(content, str):
             return (encodable(content, self.file, self.line),)
@@ -348,7 +360,7 @@ class _Reader:
         return _joined(blocks)
 
     def _image(self, value: Any, number: int) -> Picture:
-        """An image given as {"path"|"url"|"base64"|"bytes": ...}, or as a path, a data: URL or bytes."""
+        """Open an image that is given as {"path"|"url"|"base64"|"bytes": ...}, or as a path, a data: URL or bytes."""
         from data.images import open_picture  # needs Pillow and torch
 
         kind = "path"
@@ -372,7 +384,7 @@ class _Reader:
 
 
 def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
-    """The keys of a record, and of its messages, that are not used."""
+    """The keys of a record and of its messages that nothing here reads."""
     found = (
         {key for key, value in record.items() if value is not None} - RECORD_KEYS - REFUSED_OF_RECORD.keys() - {field}
     )
@@ -383,7 +395,9 @@ def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
 
 
 def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]:
-    """The parts of a user's content with the images of `waiting` in place of the marks, and the number of marks."""
+    """The parts of a user message in which each <image> mark is replaced by the next image of `waiting`, and the number
+    of marks.
+    """
     placed, marks = [], 0
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -405,11 +419,12 @@ def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]
 
 
 def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with an id for every tool call and tool result. A call without an id gets its number as id. A result
-    without an id gets that of the next such call, or, if the result names a function, of the next such call of it.
+    """The messages with an id for every tool call and every tool result. A tool call without an id gets its number as
+    its id. A tool result without an id gets the id of the next tool call that had none; if the result names a function,
+    only calls of that function count.
     """
     made: list[dict[str, Any]] = []
-    waiting: list[tuple[str, Any]] = []  # the calls that were given an id, and the functions they call
+    waiting: list[tuple[str, Any]] = []  # the ids given here to tool calls, and the functions they call
     for item in items:
         calls, role = item.get("tool_calls"), item.get("role")
         if role == "assistant":
@@ -435,14 +450,14 @@ def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _in_call_order(
     blocks: list[tuple[str | None, tuple[Part, ...]]], calls: tuple[ToolCall, ...]
 ) -> list[tuple[str | None, tuple[Part, ...]]]:
-    """The blocks of a user turn, its tool results sorted by the order of their calls."""
+    """The blocks of a user turn, with the tool results sorted into the order of their tool calls."""
     order = {call.id: number for number, call in enumerate(calls)}
     results = iter(sorted((block for block in blocks if block[0] is not None), key=lambda block: order[str(block[0])]))
     return [block if block[0] is None else next(results) for block in blocks]
 
 
 def _joined(blocks: Iterable[tuple[Any, tuple[Part, ...]]]) -> tuple[Part, ...]:
-    """The parts of all blocks, with a blank line between blocks."""
+    """The parts of all blocks, with a blank line between every two blocks."""
     joined: list[Part] = []
     for _, parts in blocks:
         joined += [SEPARATOR, *parts] if joined else parts

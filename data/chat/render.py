@@ -1,4 +1,6 @@
-"""Conversation -> documents: the parts in the V4.1 format (see the package's docstring), each supervised or not."""
+"""Renders a conversation as documents in the V4.1 chat format (see data/chat/__init__.py); each part is marked as
+supervised or not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from data.chat.conversation import EFFORT_LINE, Conversation, ToolCall
 from data.document import Control, Document, Part
 from data.tokenizer import ASSISTANT, EOS, SYSTEM, USER
 
-# Without these tokens a tokenizer cannot encode the format.
+# The control tokens that a tokenizer must have to encode the chat format.
 REQUIRED_TOKENS = (USER, ASSISTANT, SYSTEM, "<think>", "</think>")
 THINK, END_THINK = Control("<think>"), Control("</think>")
 RESULT, END_RESULT = Control("<tool_result>"), Control("</tool_result>")
@@ -20,10 +22,11 @@ SEPARATOR = "\n\n"
 
 
 def documents(conversation: Conversation, file: str, line: int, key: bytes | None = None) -> Iterator[Document]:
-    """The documents to train on. Every supervised answer is supervised in exactly one of them.
+    """Render a conversation as training documents. Every supervised answer is supervised in exactly one of the
+    documents.
 
-    file, line: where the record came from. key: stored as `Document.record`, so that all documents of a conversation
-    are on the same side of a training/held-out split.
+    file, line: the file and line of the record. key: stored as `Document.record`, so that all documents of a
+    conversation are on the same side of a training/held-out split.
     """
     messages = conversation.messages
     answers = [number for number, message in enumerate(messages) if message.supervised]
@@ -37,16 +40,16 @@ def documents(conversation: Conversation, file: str, line: int, key: bytes | Non
         cases = [(replace(conversation, messages=messages[: end + 1], thinking=mode), {end}) for end, mode in ends]
     for case, supervised in cases:
         rendered = render(case, supervised)
-        # Without the last EOS: the encoder adds it to every document, supervised like the part before it.
+        # The last EOS is left out here: the encoder adds EOS to every document, supervised if the part before it is.
         yield Document(tuple(rendered.parts[:-1]), file, line, tuple(rendered.supervised[:-1]), key)
 
 
 @dataclass
 class Rendered:
-    """Parts in reading order, and whether each is supervised.
+    """The parts of a document in reading order, and whether each part is supervised.
 
-    The text between two control tokens is a single part, because it must be tokenised as a whole, as it is when a model
-    reads or writes it.
+    All text between two control tokens is one part, because it is tokenised as a whole in training and in generation
+    alike.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -63,7 +66,7 @@ class Rendered:
 
 
 def render(conversation: Conversation, supervised: set[int]) -> Rendered:
-    """The parts of a conversation, without BOS. `supervised`: indices of the supervised messages."""
+    """Render a conversation as parts, without BOS. `supervised`: the indices of the supervised messages."""
     rendered, messages, thinking = Rendered(), conversation.messages, conversation.thinking
     last_turn = max(number for number, message in enumerate(messages) if message.role != "assistant")
     if thinking or messages[0].role == "system":
@@ -100,7 +103,7 @@ def _calls(calls: tuple[ToolCall, ...]) -> Iterator[Part]:
 
 
 def tool_list(tools: list[dict[str, Any]]) -> Iterator[Part]:
-    """The part of the system text about tools: how to call them, and their schemas."""
+    """The section of the system text that explains how to call tools and lists their schemas."""
     yield "## Tools\n\nThe functions below can be called. A call looks like this, with one parameter a line:\n\n<"
     yield from (MARKUP, " calls>\n<", MARKUP, ' invoke name="FUNCTION">\n<', MARKUP)
     yield from (' parameter name="PARAMETER" string="true|false">VALUE</', MARKUP, " parameter>\n</", MARKUP)

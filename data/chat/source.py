@@ -1,4 +1,4 @@
-"""Conversations as a source: files of records, or a data set of the `datasets` library."""
+"""Sources of conversations: files of records, or a data set of the `datasets` library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from data.document import Document
 from data.errors import BadRecordPolicy
 from data.sources import HubDataset, JsonLines, RecordFiles, pretokenised
 
-FORMAT = 2  # increase it when the rendering of records changes
+FORMAT = 2  # the version of the rendering; increase it when records are rendered differently
 
 
 class _Conversations(RecordFiles):
-    """A record is a conversation, which can become several documents (see the package's docstring)."""
+    """A source whose records are conversations; one conversation can become several documents (see
+    data/chat/__init__.py).
+    """
 
     formats = tuple(SHAPES)
     several = True
@@ -33,7 +35,8 @@ class _Conversations(RecordFiles):
         else:
             record = as_messages(record, shape, self.field, file, line)
             conversation = read_conversation(record, file, line, self.field)
-            # Equal for all documents of a conversation and of its duplicates, so that a split does not separate them.
+            # This key is equal for all documents of a conversation and of its duplicates, so that all of them are on
+            # the same side of a training/held-out split.
             key = json.dumps(record[self.field], sort_keys=True, default=_digest).encode()
             found = list(documents(conversation, file, line, key))
             policy.unused.update(unused_keys(record, self.field))
@@ -42,14 +45,14 @@ class _Conversations(RecordFiles):
 
 
 class ChatLines(_Conversations, JsonLines):
-    """Conversations from files of records (JSONL, JSON, Parquet, Arrow)."""
+    """A source of conversations in files of records (JSONL, JSON, Parquet or Arrow)."""
 
     def identity(self, content: bool = True) -> str:
         return f"{super().identity(content)} {FORMAT}"
 
 
 class ChatDataset(HubDataset):
-    """Conversations from a data set of the `datasets` library."""
+    """A source of conversations in a data set of the `datasets` library."""
 
     several = True
     formats, columns, documents = _Conversations.formats, _Conversations.columns, _Conversations.documents
@@ -59,5 +62,5 @@ class ChatDataset(HubDataset):
 
 
 def _digest(value: Any) -> str:
-    """A digest in place of a value that JSON cannot hold: the bytes of an image."""
+    """A hash that replaces the bytes of an image, which JSON cannot represent."""
     return hashlib.blake2b(value if isinstance(value, bytes) else repr(value).encode(), digest_size=16).hexdigest()

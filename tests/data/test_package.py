@@ -21,7 +21,8 @@ ROOT = Path(data.__file__).parents[1]
 
 def order(package) -> list[str]:
     """The files of a package in the order in which its description says to read them."""
-    return [name for line in re.findall(r"^    (\w.*?)  ", package.__doc__, re.MULTILINE) for name in line.split(", ")]
+    lines = re.findall(r"^    (\w.*?):?  ", package.__doc__, re.MULTILINE)
+    return [name for line in lines for name in line.split(", ")]
 
 
 def imported(path: Path, package) -> set[str]:

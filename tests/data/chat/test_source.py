@@ -137,7 +137,8 @@ def test_bad_and_overlong_conversations_stop_or_are_counted(chats, tokenizer, tm
     assert train.stats.skipped == {"no supervised token": 1}, "what is too long depends on the row"
     path.write_text(json.dumps(long) + "\n")
     chats.on_error = "stop"
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: conversation longer than a row: \d+ tokens for 256"):
+    too_long = r"chats\.jsonl:1: conversation longer than a row: it has \d+ tokens, a row has 256"
+    with pytest.raises(DataError, match=too_long):
         build_loaders(chats, tokenizer, seq_len=256, batch_size=2)
 
 
@@ -149,7 +150,7 @@ def test_settings_that_do_not_fit_are_refused(chats, tokenizer):
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != USER]
     state["model"]["vocab"]["no user"] = state["model"]["vocab"].pop(USER)
     poorer = guard(type(tokenizer).from_str(json.dumps(state)), "test")
-    with pytest.raises(ValueError, match="the tokenizer has no <｜User｜>; add them or use another"):
+    with pytest.raises(ValueError, match="has no <｜User｜>; add these tokens to it or use another tokenizer"):
         build_loaders(chats, poorer, seq_len=256, batch_size=2)
 
 
