@@ -5,18 +5,22 @@ tokens leave nothing behind.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+import model.attention
+import model.generation
+import model.indexer
 from model import ForwardOptions, Generator, Request
 from model.cache.pages import Cache
 from model.cache.step import LayerCache, Step
 from model.dspark import Draft
 from model.generation import generate
-from model.quantize import fake_quant_mxfp4
+from model.quantize import KV_MAIN, fake_quant_fp8, fake_quant_mxfp4
 from model.sampling import ACCEPTED, log_distribution, uniform, verify
 from tests.model.test_generation import CONFIGS, assert_as_forward, prompts
 from tests.model.tiny import image_batch, no_rounding, tiny_config, tiny_drafter  # noqa: F401
@@ -62,23 +66,63 @@ def test_greedy_samples_are_those_without_a_drafter(name: str, no_rounding, monk
     assert seen >= ({0, 1, 2} if name.startswith("narrow") else {0, 1, 2, 3})
 
 
+@pytest.mark.slow
 def test_greedy_with_rounding(monkeypatch) -> None:
-    """A few rows are rounded otherwise than one: where tokens part, the two best are as good as equal."""
+    """200 sequences: the tokens of at least 99 % are those of plain decoding. Where a sequence parts, the plain path's
+    two best tokens were as good as equal (see `as_good_as_equal`).
+    """
     drafter = tiny_drafter(engram=True)
-    requests = [Request(prompt, 24, temperature=0) for prompt in prompts(*range(3, 43))]
+    random = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(4, 60, (3 + n % 40,), generator=random) for n in range(200)]
+    requests = [Request(tuple(prompt.tolist()), 24, temperature=0) for prompt in drawn]
     plain = generate(drafter.backbone, requests)
     guided(monkeypatch, [sample.tokens for sample in plain])
-    parted = 0
+    parted = []
     for ours, theirs in zip(generate(drafter.backbone, requests, drafter=drafter), plain, strict=True):
-        if ours.tokens == theirs.tokens:
-            continue
-        parted += 1
-        at = next(i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b)
-        ids = torch.tensor([[*theirs.request.prompt, *theirs.tokens[:at]]])
+        differing = [i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b]
+        if differing:
+            parted.append(ours.id)
+            at = differing[0]
+            before = (*theirs.request.prompt, *theirs.tokens[:at])
+            assert as_good_as_equal(drafter.backbone, before, theirs.tokens[at], ours.tokens[at]), (ours.id, at)
+    print(f"{len(parted)} of {len(requests)} greedy sequences part from plain decoding: {parted}")
+    assert len(parted) <= 2
+    # the second-best tokens of other places are not excused
+    with torch.no_grad():
+        logits = drafter.backbone(torch.stack([prompt[:3] for prompt in drawn[:8]]), logits_to_keep=1).logits[:, 0]
+    excused = [
+        as_good_as_equal(drafter.backbone, prompt[:3].tolist(), *best.tolist())
+        for prompt, best in zip(drawn, logits.topk(2).indices, strict=False)
+    ]
+    assert sum(excused) <= 1
+
+
+def as_good_as_equal(built, before: Sequence[int], best: int, other: int) -> bool:
+    """Whether the logit of `best` after the tokens `before` exceeds that of `other` by at most 1e-3, as it is or with
+    every value that is rounded to FP8 or FP4 moved by a random 1e-5 of itself first.
+
+    A pass over several tokens adds sums in another order than a pass over one, so values differ by about 1e-7 of
+    themselves. A value that close to a rounding edge is rounded to the other side, which in this small model can move a
+    logit by more than 0.1. Plain decoding in batches of other sizes parts in the same way.
+    """
+    ids, random = torch.tensor([list(before)]), torch.Generator().manual_seed(0)
+
+    def moved(rounded):
+        return lambda x: rounded(x * (1 + 1e-5 * (2 * torch.rand(x.shape, generator=random) - 1)))
+
+    def margin() -> float:
         with torch.no_grad():
-            best = drafter.backbone(ids, logits_to_keep=1).logits[0, -1].topk(2).values
-        assert best[0] - best[1] <= 1e-2, "a value on a rounding edge moves a logit by a little"
-    assert parted <= 2
+            logits = built(ids, logits_to_keep=1).logits[0, -1]
+        return float(logits[best] - logits[other])
+
+    margins = [margin()]
+    with pytest.MonkeyPatch.context() as patch:
+        main = KV_MAIN._replace(fake_quant=moved(KV_MAIN.fake_quant))
+        patch.setattr(model.attention, "fake_quant_fp8", moved(fake_quant_fp8))
+        patch.setattr(model.indexer, "fake_quant_mxfp4", moved(fake_quant_mxfp4))
+        patch.setattr(model.attention, "main_kv_format", lambda kv_quant: main if kv_quant else None)
+        margins += [margin() for _ in range(16)]
+    return min(margins) <= 1e-3
 
 
 def test_replay_prefixes_and_copies(no_rounding, monkeypatch) -> None:  # noqa: F811
@@ -170,15 +214,39 @@ def test_confidence_shortens_blocks(no_rounding, monkeypatch) -> None:  # noqa: 
     assert counts[0] > counts[1] > counts[2] == 0
 
 
-def test_bf16_keeps_the_rule() -> None:
-    """Under autocast drafting runs in bf16; what is kept is what the passes' own logits say."""
+def test_bf16_keeps_the_rule(monkeypatch) -> None:
+    """Under autocast drafting runs in bf16. What is kept follows from the passes' own logits by the acceptance rule,
+    computed here token by token.
+    """
     drafter = tiny_drafter(engram=True)
-    requests = [replace(request, temperature=t) for request in GREEDY for t in (0.0, 1.0)]
+    requests = [replace(request, temperature=t, seed=9) for request in GREEDY for t in (0.0, 1.0)]
+    calls = []
+
+    def recorded(*arguments):
+        found = verify(*arguments)
+        calls.append((arguments, found))
+        return found
+
+    monkeypatch.setattr(model.generation, "verify", recorded)
     with torch.autocast("cpu", torch.bfloat16):
         found = generate(drafter.backbone, requests, drafter=drafter)
     for sample in found:
         assert 1 + len(sample.accepted) + sum(sample.accepted) == len(sample.tokens) == 12
         assert all(math.isfinite(value) and value <= 0 for value in sample.log_probs)
+    judged = {True: 0, False: 0}
+    for (logits, counts, drafts, draft_logits, temperature, _, seeds, places), kept in calls:
+        parts = logits.split([count + 1 for count in counts])
+        for n, (part, count, (tokens, _)) in enumerate(zip(parts, counts, kept, strict=True)):
+            for slot, draft in enumerate(drafts[n, :count].tolist()):
+                p, q = (row.double().softmax(-1)[draft].item() for row in (part[slot], draft_logits[n, slot]))
+                accepted = uniform(seeds[n], places[n] + slot, ACCEPTED) < p / q
+                if temperature[n] == 0:
+                    accepted = int(part[slot].argmax()) == draft
+                assert (len(tokens) > slot + 1 and tokens[slot] == draft) == accepted
+                judged[accepted] += 1
+                if not accepted:
+                    break
+    assert min(judged.values()) >= 10
 
 
 def test_misuse_is_refused() -> None:
@@ -235,20 +303,27 @@ def test_greedy_drafts_are_accepted_while_they_are_likeliest() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": 0.8, "top_p": 0.7}, pytest.param({"temperature": 1.5}, marks=pytest.mark.slow)]
+    ("settings", "bf16"),
+    [
+        ({"temperature": 0.8, "top_p": 0.7}, False),
+        pytest.param({"temperature": 1.5}, False, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0}, True, marks=pytest.mark.slow),
+    ],
 )
-def test_drawn_tokens_have_the_models_distribution(settings: dict, no_rounding) -> None:  # noqa: F811
-    """Chi-square of the second and third token of 4,000 seeds against the exact probabilities. (A distribution that is
-    off in one cell of probability 0.05 by half of it adds 50.)
+def test_drawn_tokens_have_the_models_distribution(settings: dict, bf16: bool, no_rounding) -> None:  # noqa: F811
+    """Chi-square of the second and third token of 4,000 seeds against the exact probabilities, those of a bf16 forward
+    for bf16. (A distribution that is off in one cell of probability 0.05 by half of it adds 50.)
     """
     drafter = tiny_drafter(vocab_size=9, dspark_noise_token_id=8)
     built, prompt, seeds = drafter.backbone, (4, 7, 5, 6, 4), 4000
     requests = [Request(prompt, 4, seed=seed, **settings) for seed in range(seeds)]
-    samples = generate(built, requests, drafter=drafter, max_running=500)
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    with precision:
+        samples = generate(built, requests, drafter=drafter, max_running=500)
     assert 0.05 < sum(sum(s.accepted) for s in samples) / sum(len(s.accepted) for s in samples) < 2.9
     first, second = torch.cartesian_prod(torch.arange(9), torch.arange(9)).unbind(1)
     ids = torch.cat([torch.tensor(prompt).expand(81, -1), first[:, None], second[:, None]], dim=1)
-    with torch.no_grad():
+    with torch.no_grad(), precision:
         logits = built(ids).logits
     each = [torch.full((81,), float(settings.get(name, 1.0))) for name in ("temperature", "top_p")]
     log_p = [log_distribution(logits[:, at], *each) for at in (-3, -2, -1)]
