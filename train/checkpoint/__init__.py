@@ -1,9 +1,10 @@
-"""Checkpoints of a run, exact to the bit, from any number of processes to any other; and what a run begins from.
+"""Saving and restoring the state of a run, bit for bit, and loading the checkpoint that a new run starts from.
 
-Imports ``train.errors``, ``model`` and ``optim``. Read run_state.py first. Each file imports only those before it:
+A checkpoint that was written by some number of processes can be read by any other number. This package imports
+``train.errors``, ``model`` and ``optim``. Read run_state.py first. Each file imports only those above it:
 
-    storage       tensors of many processes in one folder, read back in any layout
-    background    writing while training goes on
-    run_state     everything that resumes a run
-    init_from     the checkpoint whose weights a run begins with
+    storage       stores tensors that are split over many processes in one folder; any other split can read them
+    background    writes a checkpoint while training continues
+    run_state     everything that is needed to resume a run
+    init_from     the checkpoint whose weights a new run starts from
 """

@@ -12,9 +12,10 @@ from train.checkpoint.storage import ShardedTensor
 
 
 class Background:
-    """Writes checkpoints while training continues, at most one at a time. A context manager: leaving it waits.
+    """Writes checkpoints in a thread while training continues, at most one at a time.
 
-    A checkpoint is copied into host memory (pinned, for a GPU), which is reused for the next one.
+    It is a context manager; on exit it waits until the last checkpoint is written. Each checkpoint is first copied into
+    a buffer in host memory (pinned memory if there is a GPU). The next checkpoint uses the same buffer.
     """
 
     def __init__(self) -> None:
@@ -29,16 +30,16 @@ class Background:
         try:
             self.wait()
         except BaseException:
-            if kind is None:  # otherwise the run itself has failed and says why
+            if kind is None:  # otherwise the run itself has failed, and its error matters more
                 raise
 
     def check(self) -> None:
-        """Raise the error of the previous checkpoint as soon as it is known. Called in every step."""
+        """Raise the error of the previous checkpoint if writing it has failed by now. Called in every training step."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint being written. Raises its error."""
+        """Wait until the checkpoint that is being written is complete. If writing it failed, raise the error."""
         if self._thread is not None:
             self._thread.join()
         error, self._thread, self._error = self._error, None, None
@@ -46,7 +47,7 @@ class Background:
             raise error
 
     def start(self, tensors: dict[str, ShardedTensor], write: Callable[[dict[str, ShardedTensor]], None]) -> None:
-        """Copy the tensors, then ``write`` the copies in a thread. Call `wait` first."""
+        """Copy the tensors, then call ``write`` with the copies in a thread. Call `wait` before calling this."""
         copies = {name: spread.copied(self._buffers.setdefault(name, {})) for name, spread in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()

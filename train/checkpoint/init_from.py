@@ -1,7 +1,8 @@
-"""``init_from``: start a run from the weights, the model and the tokenizer of a checkpoint.
+"""``init_from``: start a run from the weights, the model configuration and the tokenizer of a checkpoint.
 
-Accepted are a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``; quantised or
-not; a run's ``export`` is one), a run directory, or one of its checkpoints.
+``init_from`` may name a checkpoint folder in the released layout (``config.json``, safetensors, ``tokenizer.json``), a
+run directory, or one of the checkpoints of a run. The weights of a checkpoint folder may be quantised. The folder
+``export`` of a finished run is a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class Pretrained:
     tokenizer: Path
 
     def tokens(self) -> dict[str, Any]:
-        """The parts of the tokenizer that determine the ids of a text; exports also have a post-processor, unlike a
-        run's own file.
+        """The parts of the tokenizer file that determine the token ids of a text.
+
+        The post-processor is left out, since an exported tokenizer has one and the tokenizer file of a run has none.
         """
         found = json.loads(self.tokenizer.read_text(encoding="utf-8"))
         return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
 def find_pretrained(name: str) -> Pretrained:
-    """The checkpoint that ``init_from`` names. Only the small files are read.
+    """Find the checkpoint that ``init_from`` names. Only its small files are read, not the weights.
 
     Raises:
-        ValueError: it is not a checkpoint, is incomplete, or its configuration cannot be used.
+        ValueError: ``name`` is not a checkpoint, the checkpoint is incomplete, or its configuration cannot be used.
     """
     folder = Path(name).expanduser()
     newest = run_state.latest(folder / "checkpoints")
@@ -53,22 +55,24 @@ def find_pretrained(name: str) -> Pretrained:
         folder = newest or folder
         run = folder.resolve().parent.parent
         if part := _part_alone(run):
-            raise ValueError(f"{folder} holds {part} alone; name the export of its run, {run / 'export'}")
+            raise ValueError(
+                f"{folder} holds only {part}, without the model it belongs to; name the run's export, {run / 'export'}"
+            )
         model, tokenizer = run_state.model_config(folder), run / "tokenizer.json"
     else:
-        what = "holds neither config.json nor state.json" if folder.is_dir() else "is no folder"
+        what = "holds neither config.json nor state.json" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{folder} {what}; name a checkpoint folder, a run directory or one of its checkpoints")
     if not tokenizer.is_file():
-        raise ValueError(f"{tokenizer} does not exist; the weights are of no use without their tokenizer")
+        raise ValueError(f"{tokenizer} does not exist; a run needs the tokenizer that the weights were trained with")
     return Pretrained(folder, model, tokenizer)
 
 
 def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
-    """Copy the weights of the checkpoint that ``init_from`` names into ``model``; optimizer and counters start from
-    zero.
+    """Copy the weights of the checkpoint that ``init_from`` names into ``model``. Returns the checkpoint's folder.
 
     Raises:
-        ValueError: a tensor is missing, extra, or has another shape or type; the message names them.
+        ValueError: tensors are missing or unknown, or have another shape or type than in ``model``; the message names
+            them.
     """
     folder = find_pretrained(name).folder
     if not _is_released(folder):
@@ -82,31 +86,35 @@ def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
 
 
 def frozen_packing(origin: Pretrained, frozen: str) -> Callable[[str], Packing | None]:
-    """How the checkpoint's weights are kept where they are frozen: packed if ``frozen`` (``runtime.frozen``) says so
-    and they are stored quantised.
+    """Return a function that says, for each parameter, how its frozen weights are held in memory.
+
+    Weights are held packed if ``frozen`` (``runtime.frozen``) is "packed" and the checkpoint stores them quantised.
     """
     packed = frozen == "packed" and _is_released(origin.folder) and is_quantised(origin.model)
     return parameter_packing if packed else never_packed
 
 
 def holds_drafter(folder: Path) -> bool:
-    """Whether a folder that ``load_pretrained_weights`` has read holds a drafter's weights too."""
+    """Return whether a checkpoint folder also holds the weights of a drafter."""
     return _is_released(folder) and any(name.startswith("mtp.") for name in read_headers(folder))
 
 
 @contextmanager
 def open_pretrained(origin: Pretrained) -> Iterator[Mapping[str, TensorSource]]:
-    """Its tensors under their released names, in the order of the model, read a few rows at a time.
+    """Open the tensors of a checkpoint by their released names, in the order of the model.
+
+    Their values are read a few rows at a time.
 
     Raises:
-        ValueError: a tensor is missing, extra, or has another shape or type; the message names them.
+        ValueError: tensors are missing or unknown, or have another shape or type than the checkpoint's configuration
+            says; the message names them.
     """
     with open_folder(origin.folder) if _is_released(origin.folder) else run_state.open_model(origin.folder) as tensors:
         yield tensors
 
 
 def _part_alone(run: Path) -> str | None:
-    """What a run directory's checkpoints hold without the weights that it belongs to, if they do."""
+    """Return "a drafter" or "an adapter" if the checkpoints of this run hold only that, without the base weights."""
     path = run / "config.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("dspark"):

@@ -1,10 +1,11 @@
-"""The run state on disk: written whole or not at all by any number of processes, read back into any layout.
+"""The run state on disk: everything that is needed to resume a run. It is written completely or not at all.
 
-``<run>/checkpoints/step-00000100/`` holds the tensors (``storage.py``) and ``state.json``: counters, data
-position, model configuration and the optimizer's method for every parameter. The tensors are ``model.<name>``,
-``optimizer.<name>.<key>``, ``scales.<name>`` (``model.released_scales``) and ``random.<rank>``, each under its whole
-shape whoever holds which rows. A folder gets its final name only after everything in it has reached the disk, so every
-folder of that name is complete. Nothing is ever unpickled.
+``<run>/checkpoints/step-00000100/`` holds the tensors (see ``storage.py``) and ``state.json``, which contains the
+counters, the position in the data, the model configuration and the optimizer method of every parameter. The tensors are
+named ``model.<name>``, ``optimizer.<name>.<key>``, ``scales.<name>`` (``model.released_scales``) and ``random.<rank>``.
+Each is stored with its full shape, however its rows were split over the processes; so a run can be resumed with another
+number of processes. A folder gets its final name only after all its files have reached the disk, so every folder with
+such a name is complete. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class TrainerState:
-    """The counters of a run; everything else that resumes is in model, optimizer, data loader and random generators."""
+    """The counters of a run: steps, tokens, seconds, and the results of the first and the last evaluation."""
 
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # real tokens trained on
-    seconds: float = 0.0  # spent in training steps, over all restarts
-    first_valid: dict[str, Any] | None = None  # evaluation before the first step
+    step: int = 0  # number of optimizer steps taken
+    tokens: int = 0  # number of tokens trained on, padding not counted
+    seconds: float = 0.0  # seconds spent in training steps, over all restarts
+    first_valid: dict[str, Any] | None = None  # record of the evaluation before the first step
     last_valid: dict[str, Any] | None = None
 
 
@@ -69,13 +70,14 @@ def save(
     keep: int,
     background: Background | None = None,
 ) -> Path:
-    """Write the run state below ``directory``, then delete all but the ``keep`` newest. Returns the folder.
+    """Write a checkpoint into ``directory``, then delete all but the ``keep`` newest. Returns the checkpoint's folder.
 
-    All ranks call it together. A step that is on the disk already is left as it is. With ``background`` only a copy is
-    made before this returns; the folder appears later, and what goes wrong is raised by ``background``.
+    All ranks call this together. If the checkpoint of this step exists already, it is left unchanged. With
+    ``background`` this function only copies the tensors; the folder appears later, and ``background`` raises the errors
+    of writing.
 
     Raises:
-        OSError: the disk is full or refuses; nothing is left behind, in no rank.
+        OSError: the disk is full or refuses to write. All ranks raise it, and the incomplete files are deleted.
     """
     if background is not None:
         background.wait()
@@ -101,7 +103,7 @@ def save(
     if background is None:
         write(tensors)
     else:
-        storage.group()  # made by all ranks together, so not in a thread
+        storage.group()  # all ranks must create it together, so it is not created in the thread
         background.start(tensors, write)
     return final
 
@@ -114,19 +116,20 @@ def load(
     set_data: Callable[[dict[str, Any]], None],
     model_config: dict[str, Any],
 ) -> TrainerState:
-    """Restore everything that ``save`` wrote into the given objects, whatever layout it was written from; returns the
-    counters. All ranks call it together. A rank that did not exist when the state was saved keeps its random
-    generators.
+    """Restore everything that ``save`` wrote into the given objects, and return the counters.
+
+    All ranks call this together. Their number may differ from when the state was saved; a rank that did not exist then
+    keeps the random generators it has.
 
     Raises:
-        CheckpointError: the folder is damaged, or belongs to another model or other methods; the message names the
-            first difference.
+        CheckpointError: the folder is damaged, or it was saved with another model or other optimizer methods; the
+            message names the first difference.
     """
     manifest, index = _read_manifest(folder), storage.read_index(folder)
     difference = first_difference(_as_today(manifest["model"]), model_config)
     if difference:
         raise CheckpointError(
-            f"{folder} holds another model: {difference}. Use another run name, or the model it was made with"
+            f"{folder} holds another model: {difference}. Use another run name, or the model of that checkpoint"
         )
     _check_methods(folder, manifest["optimizer"], optimizer)
     load_model(folder, model)
@@ -137,9 +140,11 @@ def load(
 
 
 def load_model(folder: Path, model: torch.nn.Module) -> None:
-    """Restore parameters, buffers and kept scales only. All ranks call it together.
+    """Restore only the model: parameters, buffers and quantisation scales. All ranks call this together.
 
-    Raises ``CheckpointError`` for other names, shapes or types, before anything is changed.
+    Raises:
+        CheckpointError: the tensors of the checkpoint have other names, shapes or types than those of ``model``; it is
+            raised before anything is changed.
     """
     _read_manifest(folder)
     index = storage.read_index(folder)
@@ -151,9 +156,12 @@ def load_model(folder: Path, model: torch.nn.Module) -> None:
 
 @contextmanager
 def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
-    """The weights of a checkpoint under their released names, in the order of the model, read a few rows at a time.
+    """Open the weights of a checkpoint by their released names, in the order of the model.
 
-    Raises ``CheckpointError`` if the folder is damaged or does not hold its own model.
+    Their values are read a few rows at a time.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its tensors do not match its own model configuration.
     """
     index = storage.read_index(folder)
     config = ModelConfig.from_dict(model_config(folder))
@@ -170,7 +178,11 @@ def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
 
 
 def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> TensorSource:
-    """One released tensor from the saved ones: a whole entry, or one expert of a stack."""
+    """Describe how to read one released tensor from the saved tensors.
+
+    expert: the number of an expert, whose matrix is then read out of the saved stack of all experts' matrices; None
+    for a tensor that is saved under its own name.
+    """
     dtype, shape, _ = index[entry]
 
     def blocks() -> Iterator[Tensor]:
@@ -188,21 +200,21 @@ def _source(name: str, entry: str, expert: int | None, index: Index, read: Calla
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the model in a checkpoint."""
+    """Read the model configuration of a checkpoint."""
     return _read_manifest(folder)["model"]
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
+    """Return the folder of the newest complete checkpoint in ``directory``, or None if there is none."""
     found = _complete(directory)
     return found[-1] if found else None
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints, and what an interrupted write left behind.
+    """Delete all but the ``keep`` newest checkpoints, and the incomplete files of an interrupted save.
 
-    Of a link only the link is deleted. What cannot be deleted is named once and tried again by the next call: training
-    does not depend on it.
+    Of a symbolic link only the link is deleted, not its target. A folder that cannot be deleted does not stop training:
+    a warning names it once, and the next call tries again.
     """
     for folder in [*_complete(directory)[:-keep], *directory.glob(".tmp-*")]:
         try:
@@ -210,10 +222,10 @@ def prune(directory: Path, keep: int) -> None:
                 folder.unlink()
                 continue
             doomed = folder.with_name(f".tmp-{folder.name.removeprefix('.tmp-')}")
-            folder.rename(doomed)  # what is deleted by half is no checkpoint any more
+            folder.rename(doomed)  # renamed first, so that no half-deleted folder looks like a checkpoint
             shutil.rmtree(doomed)
         except OSError as error:
-            _warn_once(f"{error.filename or folder} cannot be deleted: {error.strerror}; tried again at the next save")
+            _warn_once(f"{error.filename or folder} cannot be deleted: {error.strerror}. The next save tries again")
 
 
 @functools.cache
@@ -222,7 +234,7 @@ def _warn_once(message: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file, whole or not at all."""
+    """Write a small text file, or replace it. If writing fails, the old file is unchanged."""
     temporary = path.with_name(f".tmp-{path.name}")
     with naming(str(path)), open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -232,26 +244,26 @@ def write_text(path: Path, text: str) -> None:
 
 
 def first_difference(saved: Any, wanted: Any, key: str = "model") -> str | None:
-    """The first difference between two plain configurations, in words; None if they are equal."""
+    """Describe the first difference between a saved and an expected configuration, or return None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(wanted, Mapping):
         for name in [*wanted, *(name for name in saved if name not in wanted)]:
             found = first_difference(saved.get(name), wanted.get(name), f"{key}.{name}")
             if found:
                 return found
         return None
-    return None if saved == wanted else f"{key} is {saved!r} there and {wanted!r} here"
+    return None if saved == wanted else f"{key} is {saved!r}, expected {wanted!r}"
 
 
 def _as_today(model: dict[str, Any]) -> dict[str, Any]:
-    """A saved model configuration, with defaults for keys that did not exist then."""
+    """Add the default values of keys that did not exist yet when a model configuration was saved."""
     try:
         return ModelConfig.from_dict(model).to_dict()
-    except ValueError:  # it has unknown keys, which the comparison names
+    except ValueError:  # the configuration has unknown keys, which `first_difference` will name
         return model
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every generator that a step could draw from, as JSON."""
+    """Return the states of all random generators that a training step may use, as values that JSON can store."""
     name, keys, *rest = cast(tuple, np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
@@ -262,7 +274,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the generators to a ``random_state``."""
+    """Restore the random generators from the result of ``random_state``."""
     version, internal, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     random.setstate((version, tuple(internal), gauss))
@@ -277,7 +289,10 @@ def _tensor(content: bytes) -> Tensor:
 
 
 def _agreed(found: bool) -> bool:
-    """What rank 0 found: a file system may show a change to some hosts later than to others."""
+    """Return the value of ``found`` on rank 0, on every rank.
+
+    Ranks may find different things, since a shared file system shows a change to some hosts later than to others.
+    """
     answer = [found]
     if (group := storage.group()) is not None:
         dist.broadcast_object_list(answer, src=0, group=group)
@@ -285,7 +300,7 @@ def _agreed(found: bool) -> bool:
 
 
 def _spread(tensor: Tensor) -> ShardedTensor:
-    """A parameter or buffer: the rows that ``parameter.shard`` says, else all of it."""
+    """Wrap a parameter or buffer for saving: the rows given by its attribute ``shard``, or all rows without one."""
     shard = getattr(tensor, "shard", None)
     if shard is None:
         return ShardedTensor.whole(tensor)
@@ -297,8 +312,10 @@ def _rows(tensor: Tensor, shard: Shard) -> ShardedTensor:
 
 
 def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """The tensors that this rank writes: each tensor held by several ranks is assigned to one of them. Ranks that split
-    a tensor are consecutive, and such a set writes all parts of the tensor or none.
+    """Select the tensors that this rank writes, so that a tensor that several ranks hold is written only once.
+
+    A tensor may be split over a set of consecutive ranks. If several such sets hold the same tensor, one set writes all
+    its parts.
     """
     share: dict[str, ShardedTensor] = {}
     for number in {spread.parts for spread in tensors.values()}:
@@ -324,14 +341,14 @@ def _scale_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """(name, method, parameter) of everything in the optimizer."""
+    """Yield name, optimizer method and parameter of every parameter in the optimizer."""
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield name, group["method"], parameter
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
-    """The state of the parameters that this rank updates; a step count is a 0-d tensor."""
+    """Collect the optimizer state of the parameters that this rank updates. A step count becomes a 0-d tensor."""
     tensors = {}
     for name, _, parameter in _named(optimizer):
         shard = getattr(parameter, "shard", None)
@@ -343,7 +360,10 @@ def _optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
 
 
 def _load_optimizer(folder: Path, optimizer: Optimizer, index: Index) -> None:
-    """Replace the optimizer's state. Rows without a saved state start with zeros, as at their first step."""
+    """Replace the optimizer's state by the saved one.
+
+    Rows without saved state get zeros, as before their first step.
+    """
     keys: dict[str, list[str]] = {}
     for entry in index:
         if entry.startswith(OPTIMIZER):
@@ -369,7 +389,7 @@ def _load_random_state(folder: Path, index: Index) -> None:
 
 
 def _complete(directory: Path) -> list[Path]:
-    """Checkpoints, oldest first."""
+    """List the folders of complete checkpoints, oldest first."""
     found = [(int(match[1]), path) for path in directory.glob("step-*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
@@ -382,8 +402,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise storage.damaged(path, error) from None
     if found != FORMAT:
-        advice = "Continue with the version that wrote it, or begin from its export"
-        raise CheckpointError(f"{folder} has checkpoint format {found}, this version reads format {FORMAT}. {advice}")
+        advice = "Continue the run with the version that wrote it, or start a new run from its export"
+        raise CheckpointError(f"{folder} has checkpoint format {found}; this version reads format {FORMAT}. {advice}")
     return manifest
 
 
@@ -391,10 +411,10 @@ def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, ShardedTenso
     for entry in [*wanted, *(name for name in index if name.startswith(MODEL))]:
         there, here, name = index.get(entry), wanted.get(entry), entry.removeprefix(MODEL)
         if there is None or here is None:
-            where = "here" if there is None else "there"
-            raise CheckpointError(f"{folder} holds another model: tensor {name} is only {where}")
+            shown = "is missing from the checkpoint" if there is None else "is not part of this run's model"
+            raise CheckpointError(f"{folder} holds another model: tensor {name} {shown}")
         if there.shape != here.shape or there.dtype != here.dtype:
-            shown = f"{list(there.shape)} {there.dtype} there and {list(here.shape)} {here.dtype} here"
+            shown = f"{list(there.shape)} {there.dtype}, expected {list(here.shape)} {here.dtype}"
             raise CheckpointError(f"{folder} holds another model: tensor {name} is {shown}")
         if not storage.complete(there):
             raise storage.damaged(folder / storage.INDEX, ValueError(f"rows of {name} are missing"))
@@ -403,9 +423,9 @@ def _check_tensors(folder: Path, index: Index, wanted: Mapping[str, ShardedTenso
 def _check_methods(folder: Path, saved: Mapping[str, str], optimizer: Optimizer) -> None:
     here = {name: method for name, method, _ in _named(optimizer)}
     problems = [
-        f"{name}: {saved.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        f"{name}: saved with {saved.get(name, 'no method')}, expected {here.get(name, 'no method')}"
         for name in [*here, *(name for name in saved if name not in here)]
         if saved.get(name) != here.get(name)
     ]
     if problems:
-        raise CheckpointError(f"{folder} was trained by other methods:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{folder} was trained by other optimizer methods:\n  " + "\n  ".join(problems))

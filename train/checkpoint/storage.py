@@ -1,12 +1,13 @@
-"""Tensors split over ranks, on disk: torch.distributed.checkpoint (DCP) over safetensors files and a JSON index.
+"""Stores tensors that are split over ranks, by torch.distributed.checkpoint (DCP), as safetensors and a JSON index.
 
-DCP plans who writes what, and which saved pieces a process of another layout reads. DCP's own storage writes the plan
-as a pickle; here nothing is ever unpickled. Nor are tensors wrapped as DTensors: a piece says itself which rows of the
-whole it is (`ShardedTensor`), which works without a process group and if a rank holds several pieces.
+DCP plans which rank writes which rows, and which saved rows a rank needs when the tensors are split differently on
+loading. DCP's own storage format contains a pickle. This module replaces it, so nothing is ever unpickled. It also
+replaces DTensor: a `ShardedTensor` knows which rows of the whole tensor it holds. That works without a process group,
+and when one rank holds several pieces of a tensor.
 
-A folder holds ``rank-00000.safetensors`` for every rank that had something to write, and ``tensors.json``: for every
-tensor its type, its shape and its chunks (first row, rows, file). A chunk that is not the whole tensor is stored under
-``name[first:end]``. A folder gets its name only after the files of all ranks have reached the disk.
+A folder holds one file ``rank-00000.safetensors`` for each rank that wrote something, and ``tensors.json``, which lists
+type, shape and chunks (first row, number of rows, file) of every tensor. A chunk that is not the whole tensor is stored
+as ``name[first:end]``. A folder gets its final name only after the files of all ranks have reached the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from train.errors import InputError
 INDEX = "tensors.json"
 NAMED = {name: dtype for dtype, name in SPELLED.items()}
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one process
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # 1 process
 
 
 class CheckpointError(InputError):
@@ -56,15 +57,16 @@ class CheckpointError(InputError):
 
 @dataclasses.dataclass
 class ShardedTensor:
-    """This process's pieces of a tensor that is split along its first axis, each with its first row.
+    """The pieces that this process holds of a tensor that is split along its first axis.
 
-    Implements DCP's protocol for custom tensors (the methods with underscores, and ``size``).
+    For each piece it stores the number of its first row. The methods with underscores and ``size`` implement DCP's
+    protocol for custom tensors.
     """
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     dtype: torch.dtype
     pieces: dict[int, Tensor]
-    parts: int = 1  # ranks that the whole is split over
+    parts: int = 1  # number of ranks that the whole tensor is split over
 
     @classmethod
     def whole(cls, tensor: Tensor) -> ShardedTensor:
@@ -72,12 +74,12 @@ class ShardedTensor:
 
     @classmethod
     def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> ShardedTensor:
-        """A piece: rows from ``start`` on of a tensor with ``total`` rows, split over ``parts`` ranks."""
+        """Wrap a piece: the rows from ``start`` on of a tensor with ``total`` rows that ``parts`` ranks share."""
         shape = (total, *tensor.shape[1:])
         return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
 
     def copied(self, buffers: dict[int, Tensor]) -> ShardedTensor:
-        """A copy in the memory of ``buffers``, which is allocated (pinned, for a GPU) where it is missing."""
+        """Copy the pieces into ``buffers``. Missing buffers are allocated in host memory, pinned if there is a GPU."""
         for start, piece in self.pieces.items():
             buffer = buffers.get(start)
             if buffer is None or buffer.shape != piece.shape:
@@ -108,7 +110,7 @@ class ShardedTensor:
 
 
 class Chunk(NamedTuple):
-    """Rows of a tensor in a file."""
+    """A range of rows of a tensor, and the file that stores them."""
 
     start: int
     rows: int
@@ -116,7 +118,7 @@ class Chunk(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of a folder."""
+    """Type, shape and chunks of one stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -127,14 +129,14 @@ Index = dict[str, Entry]
 
 
 def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Path, Index], None]) -> None:
-    """Write this process's pieces; all ranks call it together. A piece held by several ranks is written by one of
-    them.
+    """Write the tensors of all ranks into the folder ``final``. All ranks call this together.
 
-    ``finish(folder, index)`` runs on rank 0 once the tensors of all ranks are on disk, to add small files. Then the
-    folder gets its name. If anything fails on any rank, nothing is left and all ranks raise.
+    A piece that several ranks hold is written by one of them. When the tensors of all ranks are on disk, rank 0 calls
+    ``finish(folder, index)``, which may add small files; then the folder gets its final name. If anything fails on any
+    rank, the files are deleted and all ranks raise the error.
 
     Raises:
-        OSError: the disk is full or refuses.
+        OSError: the disk is full or refuses to write.
     """
     writer = _Writer(final, finish)
     with _failures(), _removed_on_failure(writer):
@@ -144,19 +146,19 @@ def save(final: Path, tensors: Mapping[str, ShardedTensor], finish: Callable[[Pa
 
 
 def load(folder: Path, tensors: Mapping[str, ShardedTensor], index: Index) -> None:
-    """Fill this process's pieces from the saved rows, whoever saved them; all ranks call it together.
+    """Fill the pieces in ``tensors`` with the saved rows, whichever rank saved them. All ranks call this together.
 
-    ``tensors`` name entries of ``index`` and have their shapes. Rows that were not saved are left unchanged.
+    Each name in ``tensors`` must be an entry of ``index`` with the same shape. Rows that were not saved stay unchanged.
 
     Raises:
-        CheckpointError: a file is damaged or missing; the message names it.
+        CheckpointError: a file of the checkpoint is damaged or missing; the message names the file.
     """
     with _failures():
         dcp.load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), process_group=group())
 
 
 def read_index(folder: Path) -> Index:
-    """Every tensor of a folder.
+    """Read ``tensors.json``, the index of all tensors that a folder stores.
 
     Raises:
         CheckpointError: ``tensors.json`` is missing or damaged.
@@ -174,10 +176,12 @@ def read_index(folder: Path) -> Index:
 
 @contextmanager
 def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | None], Tensor]]:
-    """Read rows of saved tensors one call at a time, in one process: ``read(name, rows)``; None: all of it.
+    """Yield a function ``read(name, rows)`` that reads rows of a saved tensor; with None for ``rows`` it reads all.
+
+    It is meant for a single process that reads the checkpoint of any number of processes.
 
     Raises:
-        CheckpointError: a file is damaged or missing; the message names it.
+        CheckpointError: a file of the checkpoint is damaged or missing; the message names the file.
     """
     files = sorted({chunk.file for entry in index.values() for chunk in entry.chunks})
     headers: dict[str, Header] = {}
@@ -190,7 +194,7 @@ def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | Non
         for chunk in chunks:
             key, wanted = _key(name, shape, chunk.start, chunk.rows), (chunk.rows, *shape[1:]) if shape else ()
             if key not in headers or headers[key][1:] != (SPELLED[dtype], wanted):
-                raise damaged(folder / chunk.file, ValueError(f"it does not hold {key} as {INDEX} says"))
+                raise damaged(folder / chunk.file, ValueError(f"it does not hold {key} as {INDEX} says it should"))
     with Shards(headers) as shards:
 
         def read(name: str, rows: slice | None = None) -> Tensor:
@@ -211,7 +215,7 @@ def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | Non
 
 
 def complete(entry: Entry) -> bool:
-    """Whether the chunks hold every row of the tensor."""
+    """Return whether the stored chunks cover every row of the tensor."""
     end = 0
     for chunk in sorted(entry.chunks):
         if chunk.start > end:
@@ -221,42 +225,43 @@ def complete(entry: Entry) -> bool:
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """The message about a file that cannot be read."""
+    """Make the error that says that a checkpoint file cannot be read, and why."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    advice = f"Delete {path.parent} to continue from the checkpoint before it"
+    advice = f"Delete {path.parent} to continue from the previous checkpoint"
     return CheckpointError(f"{path} cannot be read: {reason}. {advice}")
 
 
 def group() -> dist.ProcessGroup | None:
-    """A CPU group of all processes of this run; None if there is only one. All ranks must call it together the first
-    time.
+    """Return a CPU process group of all processes of this run, or None if there is only one process.
+
+    The first call creates the group, so all ranks must make it together.
     """
     return _cpu_group(dist.group.WORLD) if dist.is_initialized() else None
 
 
 @cache
 def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A separate group, since checkpoints are written concurrently with training steps."""
+    """Create a separate process group, since checkpoints are written while training steps use the default group."""
     return dist.new_group(backend="gloo")
 
 
 def rank() -> int:
-    """This process's place among all."""
+    """Return the rank of this process; 0 if there is only one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
-    """The number of processes."""
+    """Return the number of processes of this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def ranks() -> RankGroup:
-    """This process among all, as `model` takes it. All ranks call it together first."""
+    """Return the group of all ranks as the `RankGroup` that `model` uses. All ranks make the first call together."""
     return RankGroup(cast(dist.ProcessGroup, group()), rank(), size())
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk."""
+    """Wait until the content of a file, or the file names in a folder, have reached the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -266,7 +271,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise the error of the first rank that failed, instead of DCP's collection of tracebacks."""
+    """Raise the error of the first rank that failed, instead of DCP's exception with the tracebacks of all ranks."""
     try:
         yield
     except CheckpointException as collected:
@@ -288,7 +293,7 @@ def _removed_on_failure(writer: _Writer) -> Iterator[None]:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's own plan, except that rows may be missing: some have no optimizer state yet."""
+        """Make DCP's plan without its check that all rows are present; some rows have no optimizer state yet."""
         return dcp.default_planner.create_default_global_save_plan(dedup_save_plans(all_plans))
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -313,13 +318,13 @@ def _key(name: str, shape: tuple[int, ...], start: int, rows: int) -> str:
 
 
 def _blocks(planner: dcp.SavePlanner, item: WriteItem) -> Iterator[Tensor]:
-    tensor = cast(Tensor, planner.resolve_data(item))  # there are no bytes among the items
+    tensor = cast(Tensor, planner.resolve_data(item))  # only tensors are saved, never bytes
     for rows in row_blocks(tuple(tensor.shape)) if tensor.dim() else (...,):
         yield tensor[rows]
 
 
 def _span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """First row and number of rows of a chunk; a tensor without axes counts as one row."""
+    """Return first row and number of rows of a chunk. A 0-d tensor counts as one row."""
     return (offsets[0], sizes[0]) if sizes else (0, 1)
 
 
@@ -351,7 +356,7 @@ class _Writer(StorageWriter):
         stored, results = [], []
         for item in plan.items:
             data = item.tensor_data
-            assert data is not None, "all items are tensors"
+            assert data is not None, "every item of a save plan must be a tensor"
             sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
             key = _key(item.index.fqn, whole, *_span(data.chunk.offsets, sizes))
             stored.append(Stored(key, sizes, data.properties.dtype, partial(_blocks, planner, item)))
@@ -371,7 +376,7 @@ class _Writer(StorageWriter):
         files = {result.index: result.storage_data for written in results for result in written}
         index: Index = {}
         for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), "all entries are tensors"
+            assert isinstance(entry, TensorStorageMetadata), "every entry of the metadata must be a tensor"
             chunks = [
                 Chunk(*_span(chunk.offsets, chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
                 for chunk in entry.chunks
@@ -444,15 +449,15 @@ class _Reader(StorageReader):
         return future
 
     def _read(self, file: Any, headers: dict[str, Header], item: Any, chunk: Chunk, target: Tensor) -> None:
-        """Copy some rows of a chunk, a few at a time."""
+        """Copy the wanted rows of a chunk into ``target``, a few rows at a time."""
         name = item.storage_index.fqn
         dtype, shape, _ = self.index[name]
         key = _key(name, shape, chunk.start, chunk.rows)
         if key not in headers:
-            raise ValueError(f"it does not hold {key}, which {INDEX} places there")
+            raise ValueError(f"it does not hold {key}, although {INDEX} says so")
         wanted = (chunk.rows, *shape[1:]) if shape else ()
         if headers[key].dtype != SPELLED[dtype] or headers[key].shape != wanted:
-            raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, not as {INDEX} says")
+            raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, but {INDEX} says otherwise")
         if not shape:
             target.copy_(file.get_tensor(key))
             return

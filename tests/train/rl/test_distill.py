@@ -109,7 +109,7 @@ def test_settings_of_the_other_task_are_refused(make_distill, make_rl, teachers,
         make_distill(teachers, "rl.length={c_max: 0.5, k0: 0.5, l_norm: 16.0, spread: 1.0}")
     with pytest.raises(ConfigError, match=r"rl.loss: is what task=rl needs"):
         make_rl("rl.loss=null")
-    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*nowhere is no folder"):
+    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*nowhere is not a folder"):
         make_distill([tmp_path / "nowhere"])
     other = shutil.copytree(checkpoint_folder, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

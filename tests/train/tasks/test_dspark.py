@@ -260,7 +260,7 @@ def test_what_cannot_be_trained_is_refused(make, compose_raw, overrides, origin:
 def test_a_run_of_a_drafter_is_no_origin(make) -> None:
     config = make("task.tokens=300")
     dspark.run(config)
-    with pytest.raises(ValueError, match="holds a drafter alone; name the export of its run"):
+    with pytest.raises(ValueError, match="only a drafter, without the model it belongs to; name the run's export"):
         find_pretrained(str(config.run_dir))
     assert json.loads((config.run_dir / "export" / "config.json").read_text())["text_config"]["compress_ratios"][
         -2:

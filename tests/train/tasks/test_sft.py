@@ -141,7 +141,7 @@ def test_loss_counts_answers_alone(make_sft) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["init_from=/nowhere"], r"init_from = \"/nowhere\": /nowhere is no folder"),
+        (["init_from=/nowhere"], r"init_from = \"/nowhere\": /nowhere is not a folder"),
         (["init_from={chats}"], "holds neither config.json nor state.json"),
         (["data.tokenizer=x.json"], 'data.tokenizer = "x.json": the tokenizer of init_from is used'),
         (["init_from=null"], "init_from = null: task=sft starts from a checkpoint"),
