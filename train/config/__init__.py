@@ -1,20 +1,20 @@
-"""The configuration of a run: typed, and checked as a whole before anything is built.
+"""The configuration of a run: typed dataclasses, checked as a whole before the run builds anything.
 
-The values live in ``conf/`` (YAML, composed by Hydra); the dataclasses here hold names, types and meanings. Nothing
-here imports torch to answer, except for rules that only a device or a checkpoint can decide. May be imported by all of
-``train``; imports ``train.errors``, ``train.lora.targets``, the settings of ``model``, ``optim`` and ``data``, and,
-inside functions, ``train.checkpoint`` to look at a checkpoint.
+The values are in ``conf/`` (YAML files, composed by Hydra); the dataclasses here define names, types and meanings. This
+package imports torch only for rules that depend on a device or a checkpoint. All of ``train`` may import it. It imports
+``train.errors``, ``train.lora.targets``, the settings of ``model``, ``optim`` and ``data``, and, inside functions,
+``train.checkpoint`` to look into a checkpoint.
 
-Read in this order; each file imports only from those before it:
+Read the files in this order; each imports only those above it:
 
-    strict, problems        how a section is declared; the error that lists every problem
-    tasks                   the tasks, and the function that runs each
-    rollout, rl, dspark     sections of their own
-    schema                  the whole configuration; the tasks that need none of it
-    moved                   keys and functions that have new names
-    rules                   what must hold between fields
-    compose                 command line and ``conf/`` to one tree
-    help                    what --help prints
-    parse                   a tree to the typed configuration, or to sentences about what is wrong
-    resume                  what a continued run may change
+    strict, problems        how the dataclass of a section is declared; the error that lists all problems
+    tasks                   the names of the tasks, and the function that runs each
+    rollout, rl, dspark     the sections of the configuration that only some tasks have
+    schema                  the whole configuration, and those of the tasks that train nothing
+    moved                   configuration keys and functions that were renamed
+    rules                   rules that involve several keys
+    compose                 combines the command line and ``conf/`` into one nested mapping
+    help                    the text that ``--help`` prints
+    parse                   converts a nested mapping to the typed configuration, or lists its problems
+    resume                  which settings may change when a run is continued
 """

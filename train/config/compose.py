@@ -1,4 +1,4 @@
-"""From the command line and the files of ``conf/`` to one tree of values, by Hydra."""
+"""Combines the command line and the files of ``conf/`` into one nested mapping of values, using Hydra."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any]:
-    """The tree that ``conf/`` gives for group choices (``task=sft``), references resolved. Only to be read."""
+    """Compose ``conf/`` for some group choices (such as ``task=sft``) and resolve its ``${...}`` references.
+
+    The result is cached, so callers must not change it.
+    """
     if GlobalHydra.instance().is_initialized():
         tree = compose("train", overrides=list(choices))
     else:
@@ -33,11 +36,11 @@ def composed(*choices: str) -> dict[str, Any]:
 def open_overrides(arguments: list[str]) -> list[str]:
     """Let Hydra accept ``key=value`` for any key, so that ``parse`` sees unknown keys and reports them with the rest.
 
-    Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags pass unchanged. A value that Hydra's grammar
-    has no place for, such as a path with ``=`` or letters beyond ASCII in it, is quoted.
+    Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags are passed on unchanged. A value that Hydra's
+    grammar does not allow without quotes, such as a path with ``=`` or non-ASCII letters in it, is put into quotes.
 
     Raises:
-        ConfigError: a value cannot be read, quoted or not.
+        ConfigError: Hydra cannot read a value, even if it is put into quotes.
     """
     return [_opened(argument) for argument in arguments]
 
@@ -50,7 +53,7 @@ def _opened(argument: str) -> str:
 
 
 def _readable(key: str, value: str) -> str:
-    """The value as it is if Hydra can read it, else as quoted text, or as a list of quoted texts."""
+    """Return the value unchanged if Hydra can read it, otherwise as a quoted string or a list of quoted strings."""
     problem = _syntax_problem(key, value)
     if problem is None:
         return value
@@ -60,9 +63,7 @@ def _readable(key: str, value: str) -> str:
         quoted = [part if _syntax_problem(key, part) is None else _quote(part) for part in parts]
         return f"[{','.join(quoted)}]" if is_list else quoted[0]
     example = f'{key}=["..."]' if is_list else f'{key}="..."'
-    raise ConfigError(
-        [f"{key}={value}: cannot be read: {problem}. Put text into quotes, the argument too: '{example}'"]
-    )
+    raise ConfigError([f"{key}={value}: cannot be read: {problem}. Quote the text and the whole argument: '{example}'"])
 
 
 def _syntax_problem(key: str, value: str) -> str | None:

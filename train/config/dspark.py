@@ -25,16 +25,16 @@ SHAPE = (
 
 @dataclass(config=STRICT, frozen=True)
 class DsparkConfig:
-    """Which drafter is trained, and on what."""
+    """Which drafter is trained for speculative decoding, and with which losses."""
 
-    # A new drafter, by keys of model.text_config (SHAPE); null: the one that init_from holds is trained on, or, if it
-    # holds none, a new one of the shape that its config.json names.
+    # Shape of a new drafter, as keys of model.text_config (SHAPE). Null: continue training the drafter in init_from, or
+    # if that holds none, train a new one of the shape that its config.json gives.
     drafter: dict[str, Any] | None
-    tokens_per_anchor: PositiveInt  # one draft block for every so many supervised positions, drawn anew for every row
-    ce: NonNegativeFloat  # weight of the cross-entropy of the true tokens
-    l1: NonNegativeFloat  # weight of the L1 distance from the backbone's distribution
-    confidence: NonNegativeFloat  # weight of the confidence's error
-    detach_confidence: bool  # the confidence loss trains the confidence head only
+    tokens_per_anchor: PositiveInt  # one draft block per this many supervised positions; drawn anew for each row
+    ce: NonNegativeFloat  # weight of the drafter's cross-entropy on the true tokens
+    l1: NonNegativeFloat  # weight of the L1 distance between the drafter's and the backbone's token distribution
+    confidence: NonNegativeFloat  # weight of the loss of the confidence head, which predicts acceptance
+    detach_confidence: bool  # let the confidence loss train only the confidence head, not the rest of the drafter
 
     @property
     def objective(self) -> DraftObjective:
@@ -42,12 +42,13 @@ class DsparkConfig:
 
 
 def with_drafter(model: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """The model configuration (released JSON layout) with its drafter keys replaced by `drafter`.
+    """Return the model configuration (released JSON layout) with its drafter keys replaced by `drafter`.
 
-    Raises ValueError that names unknown keys.
+    Raises:
+        ValueError: `drafter` has unknown keys; the message names them.
     """
     if unknown := sorted(set(drafter) - set(SHAPE)):
-        raise ValueError(f"no such key: {', '.join(unknown)}; known are {', '.join(SHAPE)}")
+        raise ValueError(f"unknown keys: {', '.join(unknown)}; the known keys are {', '.join(SHAPE)}")
     text = {**model["text_config"], **drafter}
     layers, stages = text["num_hidden_layers"], text.get("num_nextn_predict_layers", 0)
     text["compress_ratios"] = [*text["compress_ratios"][:layers], *[0] * stages]  # drafter layers have only a window

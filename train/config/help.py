@@ -1,4 +1,4 @@
-"""What ``python -m train --help`` prints; tasks and groups in the words of the files in ``conf/``."""
+"""The text that ``python -m train --help`` prints. Tasks and groups are described by comments in ``conf/``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from train.config.compose import CONF_DIR
 from train.config.tasks import TASKS
 
-GROUPS = {  # what a choice of each decides; not listed: task, and study, which `python -m train.studies` reads
+GROUPS = {  # what each group decides; task is shown separately, and only `python -m train.studies` reads study
     "model": "the shape of the model, in the keys of a released config.json",
     "data": "where documents come from",
     "optim": "the method that updates parameters, and its learning rates",
-    "lora": "whether adapters are trained instead of the weights, and of which modules",
-    "parallel": "processes, device and precision",
-    "rollout": "who writes the responses of task=rl and task=distill",
-    "logger": "where the numbers of a run go",
-    "experiment": "a complete run, with a choice of every other group",
+    "lora": "whether LoRA adapters are trained instead of the weights, and for which modules",
+    "parallel": "number of processes, device and precision",
+    "rollout": "whether this process or inference servers write the responses of task=rl and task=distill",
+    "logger": "where the metrics of a run are written",
+    "experiment": "a complete run, which makes a choice for every other group",
 }
 
 
 def help_text() -> str:
-    """The whole text."""
+    """Return the text that ``--help`` prints."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [
         "usage: python -m train task=NAME [group=CHOICE ...] [key=value ...]      (or: narrows task=NAME ...)",
@@ -35,10 +35,10 @@ def help_text() -> str:
         *(line for name in GROUPS for line in _group(name, width)),
         "",
         "Keys: key=value changes one value. docs/configuration.md explains every key. A misspelt key or a value that",
-        "cannot be used is refused before anything is built, with all that is wrong in one message.",
+        "cannot be used is refused before anything is built, with all problems in one message.",
         "",
-        "  --cfg job      print the whole configuration that the other arguments give, and end",
-        "  --hydra-help   flags of Hydra, which composes the configuration",
+        "  --cfg job      print the whole configuration that the other arguments give, and exit",
+        "  --hydra-help   print the flags of Hydra, the library that composes the configuration",
     ]
     return "\n".join(lines)
 
@@ -60,6 +60,6 @@ def _entry(name: str, text: str, width: int) -> list[str]:
 
 
 def _comment(path: Path) -> list[str]:
-    """The lines of the comment that begins a file."""
+    """Read the lines of the comment at the top of a file."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     return [line.removeprefix("#").removeprefix(" ") for line in lines if "@package" not in line]

@@ -1,4 +1,7 @@
-"""Renamed keys: refused under their old names, naming the new ones, but read from runs saved under the old ones."""
+"""Configuration keys that were renamed.
+
+An old key is refused with a message that names the new one. Saved configurations of earlier runs may have old keys.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-# Old key -> new key. `task.accumulation` counted micro-batches of all processes, its successor counts rows.
+# Old key -> new key. `task.accumulation` counted micro-batches of all processes; `task.global_batch_rows` counts rows.
 MOVED = {
     "task.accumulation": "task.global_batch_rows",
     "parallel.data_parallel": "parallel.world_size",
@@ -17,26 +20,26 @@ MOVED = {
     "rl.loss.drift": "rl.loss.off_policy_threshold",
 }
 
-# Old module of functions named in rl.tasks -> new one.
+# Old module -> new module, for functions that are named in rl.tasks.
 MODULES = {"train.rl.tasks": "train.rl.rewards.builtin"}
 
 
 def renamed(function: str) -> str | None:
-    """The name that ``module:function`` has now, if its module has moved."""
+    """Return the new name of a function given as ``module:function`` if its module was renamed, otherwise None."""
     module, colon, name = function.partition(":")
     return f"{MODULES[module]}:{name}" if colon and module in MODULES else None
 
 
 def remedy(key: str) -> str | None:
-    """What to write in place of ``key``, if it has moved."""
+    """Say what to write instead of ``key`` if that key was renamed; otherwise return None."""
     if key not in MOVED:
         return None
-    unit = ", in rows: task.micro_batch times the old value" if key == "task.accumulation" else ""
-    return f"It is {MOVED[key]} now{unit}"
+    unit = ", counted in rows: task.micro_batch times the old value" if key == "task.accumulation" else ""
+    return f"Its new name is {MOVED[key]}{unit}"
 
 
 def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration saved with old keys, converted to the new ones."""
+    """Convert a saved configuration with old keys to the new keys."""
     tree = copy.deepcopy(dict(saved))
     for old, new in MOVED.items():
         section, leaf = _section(tree, old, make=False)
@@ -60,7 +63,10 @@ def _tasks(tree: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _section(tree: dict[str, Any], key: str, make: bool) -> tuple[Any, str]:
-    """The section that a key stands in, None or made if there is none, and the key's last part."""
+    """Return the section that contains a dotted key, and the last part of the key.
+
+    make: create the section if it is missing; otherwise None is returned for it.
+    """
     *sections, leaf = key.split(".")
     found: Any = tree
     for name in sections:

@@ -1,4 +1,4 @@
-"""Turns a composed tree into the typed configuration, and what is wrong with its values into sentences."""
+"""Converts the composed values to the typed configuration, or lists everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from train.config.schema import SMALL, Config, Merger, Small
 
 
 def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
-    """The typed configuration of a composed tree.
+    """Convert the composed values (a nested mapping) to the typed configuration.
 
     Raises:
-        ConfigError: listing every unknown key, missing key, wrong type and broken rule at once.
+        ConfigError: the message lists every unknown key, missing key, wrong type and broken rule.
     """
     try:
         tree, small = _resolved(cast(DictConfig, OmegaConf.create(cast(dict, raw))))
-    except OmegaConfBaseException as error:  # an interpolation of a missing key
+    except OmegaConfBaseException as error:  # a ${...} reference names a missing key
         raise _reference_error(error.full_key or "the configuration", error) from None
     if small is not None:
         return _parse_small(tree, small)
@@ -43,28 +43,31 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
 
 
 def parse_run(raw: DictConfig | Mapping[str, Any]) -> Config:
-    """``parse`` for a tree that is known to describe a run."""
+    """Like ``parse``, for values that are known to describe a training run."""
     config = parse(raw)
     assert isinstance(config, Config)
     return config
 
 
 def _unusable_texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, problem) of every value that stands for none, or that no path and no name can be."""
+    """Yield key and problem of every value that is still missing (``???``) or contains a null character."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _unusable_texts(value, f"{key}.{name}" if key else str(name))
     elif tree == "???":
         yield key, f"{key} has no value yet. Give it one: {key}=..."
     elif isinstance(tree, str) and "\0" in tree:
-        yield key, problem(key, tree, "holds a null character", "Correct the value")
+        yield key, problem(key, tree, "contains a null character", "Correct the value")
 
 
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
-    """Plain containers with references resolved, and the configuration type of a task that trains nothing."""
+    """Resolve the ``${...}`` references. Returns plain dicts and lists, and the configuration type of the task.
+
+    The type is None for a training run; other tasks, such as ``task=convert``, have their own configuration type.
+    """
     task = _value(raw, "task")
     small = SMALL.get(str(task.get("kind"))) if isinstance(task, Mapping) else None
-    if small is not None:  # the sections of a training run may refer to settings that this task does not have
+    if small is not None:  # sections for training runs may refer to keys that this task does not have
         unused = {field.name for field in fields(Config)} - {field.name for field in fields(small)}
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
     elif isinstance(init_from := _value(raw, "init_from"), str):
@@ -75,7 +78,7 @@ def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
 def _value(raw: DictConfig, key: str) -> Any:
     try:
         return raw.get(key)
-    except OmegaConfBaseException as error:  # which does not say where
+    except OmegaConfBaseException as error:  # the message of this error does not name the key
         raise _reference_error(key, error) from None
 
 
@@ -88,7 +91,7 @@ def _plain(raw: DictConfig) -> dict[str, Any]:
 
 
 def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """The tree with the model and the tokenizer of the checkpoint in ``init_from``."""
+    """Return the values with the model configuration and the tokenizer of the checkpoint ``init_from``."""
     from train.checkpoint.init_from import find_pretrained
 
     try:
@@ -98,7 +101,8 @@ def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
     data = tree.get("data")
     if isinstance(data, dict):
         if data.get("tokenizer", "train") != "train":
-            rule, remedy = "the tokenizer of init_from is used, no other fits its weights", "Leave data.tokenizer out"
+            rule = "must not be set with init_from, whose weights need the tokenizer of that checkpoint"
+            remedy = "Leave data.tokenizer out"
             raise ConfigError([problem("data.tokenizer", data["tokenizer"], rule, remedy)])
         data["tokenizer"] = str(origin.tokenizer)
     model, section = origin.model, tree.get("dspark")
@@ -107,7 +111,7 @@ def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
         try:
             model = with_drafter(model, drafter)
         except ValueError as error:
-            raise ConfigError([problem("dspark.drafter", drafter, str(error), "Correct it")]) from None
+            raise ConfigError([problem("dspark.drafter", drafter, str(error), "Correct the keys")]) from None
     return {**tree, "model": model}
 
 
@@ -127,10 +131,10 @@ def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:
 
 
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
-    """Typed configuration, problems, and the keys that have one.
+    """Convert the values. Returns the typed configuration, the problems, and the keys that have a problem.
 
-    Wrong values are replaced and the rest is converted again, so that rules between keys are checked in the same pass;
-    the returned configuration is then only good for checking.
+    Wrong values are replaced by valid ones, so that rules between keys can be checked too and all problems are reported
+    together. After a problem the returned configuration may only be used for these checks.
     """
     adapter = TypeAdapter(Config)
     try:
@@ -146,7 +150,7 @@ def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
 
 
 def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
-    """``tree`` with every wrong value replaced by the one in ``conf/`` or dropped; None if that does not help."""
+    """Replace every wrong value by the one in ``conf/``, or remove it. Returns None if the result is still invalid."""
     repaired, reference = json.loads(json.dumps(tree)), composed()
     for entry in errors:
         node, fallback = repaired, reference
@@ -166,18 +170,20 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
 
 
 def _describe(path: list[str], entry: Mapping[str, Any], whole: type = Config) -> list[str]:
-    """The problems behind one pydantic error; there are several when a section checked itself."""
+    """Describe the problems in one pydantic error; if a section validates itself, one error has several problems."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
         known = _known_keys(path[:-1], whole)
         if whole is Config and len(path) == 1:
             known += sorted(GROUPS - set(known))
         if moved.remedy(key):
-            return [problem(key, entry["input"], "this key has moved", str(moved.remedy(key)))]
+            return [problem(key, entry["input"], "this key was renamed", str(moved.remedy(key)))]
         close = difflib.get_close_matches(path[-1], known, n=1)
         section = ".".join(path[:-1]) or "the top level"
         remedy = (
-            f"Did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"Known in {section}: {', '.join(known)}"
+            f"Did you mean {'.'.join([*path[:-1], close[0]])}?"
+            if close
+            else f"The keys in {section} are: {', '.join(known)}"
         )
         return [problem(key, entry["input"], "no such key", remedy)]
     if entry["type"] in ("missing", "missing_argument"):
@@ -194,16 +200,16 @@ def _describe(path: list[str], entry: Mapping[str, Any], whole: type = Config) -
     elif entry["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         remedy = f"Write {int(value)}"
     elif entry["type"] == "string_pattern_mismatch":
-        rule = "should be letters, digits, '.', '_' and '-', the first a letter or a digit"
+        rule = "may contain letters, digits, '.', '_' and '-', and must begin with a letter or a digit"
     return [problem(key, value, rule, remedy)]
 
 
 def _known_keys(path: list[str], whole: type) -> list[str]:
-    """Field names of the section at ``path`` of the configuration ``whole``."""
+    """List the keys of the section at ``path`` in the configuration type ``whole``."""
     schema = TypeAdapter(whole).json_schema()
     node = schema
     for part in path:
-        node = node.get("properties", {}).get(part) or node.get("items", {})  # an item of a list
+        node = node.get("properties", {}).get(part) or node.get("items", {})  # `part` is the index of a list item
         reference = node.get("$ref") or next(
             (option["$ref"] for option in node.get("anyOf", []) if "$ref" in option), None
         )

@@ -1,4 +1,4 @@
-"""How a configuration is refused: one error that lists every problem."""
+"""The exception that refuses a configuration. Its message lists all problems at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from train.errors import InputError
 
 
 class ConfigError(InputError):
-    """The configuration cannot be used. The message lists every problem found (key, value, rule, remedy), then what
-    they have in common, if anything.
+    """The configuration cannot be used. The message lists every problem that was found: key, value, rule, remedy.
+
+    common: a last line of the message, which concerns all problems.
     """
 
     def __init__(self, problems: list[str], common: str = ""):
@@ -20,11 +21,11 @@ class ConfigError(InputError):
 
 
 def problem(key: str, value: object, rule: str, remedy: str) -> str:
-    """One line of a ``ConfigError``."""
+    """Format one problem of a ``ConfigError``: key, value, the rule that the value breaks, and what to do."""
     return f"{key} = {shown(value)}: {rule}. {remedy}"
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as people read it, cut at ``limit`` characters."""
+    """Format a configuration value for a message, shortened to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""What a continued run may change, and how a configuration saved earlier is read."""
+"""Checks which settings changed since a run was saved, and whether it may continue with the new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.config.compose import composed
 from train.config.problems import ConfigError, shown
 from train.config.schema import Config, to_dict
 
-# A run may continue with other values of these keys; any other change would make it another run.
+# A run may continue with other values of these keys. A change of any other key is refused.
 CHANGEABLE = (
     "task.tokens",
     "task.eval_every",
@@ -24,7 +24,7 @@ CHANGEABLE = (
     "rl.reward_",
     "rl.rollout.",
     "data.cache_dir",
-    "data.paths",  # another place of the same data: the loader refuses to continue with other content
+    "data.paths",  # the same data may lie elsewhere; the data loader refuses to continue with other content
     "data.validation_paths",
     "checkpoint.",
     "logger.",
@@ -45,7 +45,7 @@ CHANGEABLE = (
 
 
 def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
-    """Keys whose value in a saved configuration differs from ``config``: (key, saved value, new value)."""
+    """List (key, saved value, new value) for every key whose value differs between ``saved`` and ``config``."""
     old, new = dict(flatten(saved)), dict(flatten(to_dict(config)))
     return [
         (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
@@ -53,11 +53,12 @@ def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any
 
 
 def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Changes to log when the run in ``config.run_dir`` continues under ``config``. Settings added since the run was
-    saved take their defaults.
+    """Check that the run in ``config.run_dir`` may continue with ``config``. Returns log lines about changed settings.
+
+    Settings that this version has added since the run was saved count as saved with their defaults.
 
     Raises:
-        ConfigError: naming every key whose change would make it another run.
+        ConfigError: settings changed that must stay the same in a continued run; the message lists their keys.
     """
     complete, gone = _completed(moved.upgraded(saved), config.task.kind)
     changed = (
@@ -70,19 +71,21 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     if fatal:
         raise ConfigError(
             fatal,
-            f"The run in {config.run_dir} was trained with the first values and cannot continue with the second ones. "
-            "Restore them, or start another run with name=...",
+            f"The run in {config.run_dir} was trained with the values on the left and cannot continue with the values "
+            "on the right. Restore the old values, or start another run with name=...",
         )
     dropped = [f"{key}: was {shown(value, 1000)}; this version has no such key" for key, value in gone.items()]
     return [*lines.values(), *dropped]
 
 
 def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict[str, Any]]:
-    """A saved configuration of task ``kind`` with today's defaults for what it lacks, and its keys that are none any
-    more, with their values. None if a value is of a kind that is not allowed any more.
+    """Complete a saved configuration of task ``kind`` with today's defaults for keys that it lacks.
+
+    Returns the configuration, and the saved keys that no longer exist with their values. The configuration is None if
+    a saved value is no longer allowed.
     """
     tree = _overlaid(composed(f"task={kind}"), saved)
-    tree["model"] = saved.get("model")  # not laid over another one
+    tree["model"] = saved.get("model")  # taken whole: the default model's keys must not fill gaps
     gone: dict[str, Any] = {}
     tree = json.loads(json.dumps(tree))
     while True:
@@ -90,7 +93,7 @@ def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict
             return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)), gone
         except ValidationError as error:
             unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "unexpected_keyword_argument"]
-        except ValueError as error:  # of the model
+        except ValueError as error:  # raised by ModelConfig
             lines = [line.strip() for line in str(error).splitlines()]
             unknown = [
                 ("model", *line.removesuffix(": unknown key").split("."))
@@ -111,7 +114,7 @@ def _take(tree: Any, loc: Sequence[str | int]) -> Any:
 
 
 def _whole_model(config: Config) -> Config:
-    """With every key of the model, also those that were left to their defaults."""
+    """Return the configuration with every key of the model section, including keys that have default values."""
     return replace(config, model=ModelConfig.from_dict(config.model).to_dict())
 
 
@@ -122,7 +125,7 @@ def _overlaid(tree: Any, values: Any) -> Any:
 
 
 def flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, leaf) pairs of nested mappings; a list is a leaf."""
+    """Yield (dotted key, value) for every value in nested mappings. A list counts as one value."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))

@@ -17,59 +17,61 @@ Effort = Any  # effort name or 1-100; bools are rejected by `effort_budget`
 
 @dataclass(config=STRICT, frozen=True)
 class RlTask:
-    """A kind of prompt, and how its answers are rewarded."""
+    """One RL task: where its prompts come from, and which function rewards the responses."""
 
-    prompts: str  # a JSONL file of records, or a function that draws one; see train/rl/prompts.py
-    reward: str  # a function; see train/rl/rewards/pool.py
-    held_out: str | None = None  # prompts for evaluation; null: further draws of the function, or the training records
-    teacher: str | None = None  # task=distill: the model to learn from on this task, named as in init_from
+    prompts: str  # a JSONL file of records, or a function that draws a record; see train/rl/prompts.py
+    reward: str  # the reward function, as module:function; see train/rl/rewards/pool.py
+    held_out: str | None = None  # prompts for evaluation; null: draw from the function, or use the training records
+    teacher: str | None = None  # task=distill: checkpoint of the teacher for this task, named as in init_from
 
 
 @dataclass(config=STRICT, frozen=True)
 class LengthTerm:
-    """The constants of the length term. The report gives none; the defaults in ``conf/`` are ours."""
+    """The constants of the length penalty. The report gives no values; the defaults in ``conf/`` are our choice."""
 
-    c_max: NonNegativeFloat  # C_max: the most that a response can lose
-    k0: NonNegativeFloat  # price of l_norm tokens at the lowest effort; 0: length costs nothing
-    l_norm: PositiveFloat  # L_norm, tokens
-    spread: PositiveFloat  # lambda: over how many mean spacings of effort the price falls by a factor of e
+    c_max: NonNegativeFloat  # C_max: the largest penalty for the length of a response
+    k0: NonNegativeFloat  # penalty for l_norm tokens at the lowest effort; 0: no length penalty
+    l_norm: PositiveFloat  # L_norm: the number of tokens for which k0 is the penalty
+    spread: PositiveFloat  # lambda: the penalty falls by a factor of e over this many mean spacings of the efforts
 
 
 @dataclass(config=STRICT, frozen=True)
 class PolicyLoss:
-    """How far a step may move the policy from the one that wrote the responses, and from the reference."""
+    """Limits on how far the policy may move from the policy that wrote the responses and from the initial policy."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)]
     clip_high: PositiveFloat
-    # Responses of negative advantage are masked whose mean log(old / new policy) in nats per token is above this.
+    # Responses with a negative advantage are left out of the loss if their mean log(old / new policy probability), in
+    # nats per token, exceeds this value; null: all responses stay in the loss.
     off_policy_threshold: PositiveFloat | None
-    kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no reference is kept
+    kl: NonNegativeFloat  # weight of the KL divergence from the initial policy; 0: no copy of that policy is kept
 
 
 @dataclass(config=STRICT, frozen=True)
 class RlConfig:
-    """What is sampled, how responses are rewarded, and how old they may be when they are trained on."""
+    """Which prompts and efforts are sampled, how responses are rewarded, and how old they may be in training."""
 
     tasks: Annotated[list[RlTask], Field(min_length=1)]
-    efforts: list[Effort]  # every prompt is asked under each of these (numbers or names)
-    # Responses to a prompt under each effort (the report's M_b), in the order of the efforts.
+    efforts: list[Effort]  # efforts (numbers or names); every prompt is answered under each of them
+    # Number of responses to a prompt under each effort (the report's M_b), in the order of the efforts.
     samples: Annotated[list[PositiveInt], Field(min_length=1)]
-    prompts: PositiveInt  # in a step, over all processes
-    max_tokens: Annotated[int, Field(ge=2)]  # of a response; a longer one is cut off and gets no reward
+    prompts: PositiveInt  # number of prompts in a step, over all processes
+    max_tokens: Annotated[int, Field(ge=2)]  # most tokens in a response; a longer response is cut off and gets reward 0
     temperature: PositiveFloat
-    length: LengthTerm | None  # task=rl
-    loss: PolicyLoss | None  # task=rl
-    staleness: NonNegativeInt  # tokens older than this many policy versions are not trained on
-    # Responses started for later steps, as a share of a step's; 0: none. A step takes the groups that are complete
-    # first, so the first steps favour short responses and low efforts; long ones follow later, with more tokens that
-    # `staleness` excludes. Every response is trained on once, except those left over at the end of the run.
+    length: LengthTerm | None  # the length penalty of task=rl; null with task=distill
+    loss: PolicyLoss | None  # the loss of task=rl; null with task=distill
+    staleness: NonNegativeInt  # tokens written by a policy more than this many steps old are not trained on
+    # Number of responses started early for later steps, as a fraction of the responses of a step; 0: none. A step uses
+    # the groups that are complete first, so the first steps favour short responses and low efforts. Long responses come
+    # later, and `staleness` excludes more of their tokens. Every response is used in one step, except those that are
+    # unused at the end of the run.
     ahead: NonNegativeFloat
-    in_flight: PositiveInt  # responses that a process writes concurrently
-    reward_workers: PositiveInt  # processes that call reward functions
-    reward_seconds: PositiveFloat  # time limit of a call; after that the reward is 0
-    eval_prompts: PositiveInt  # held-out prompts of an evaluation, each asked once under every effort
+    in_flight: PositiveInt  # number of responses that a process writes concurrently
+    reward_workers: PositiveInt  # number of processes that call reward functions
+    reward_seconds: PositiveFloat  # time limit of one call of a reward function; after it the reward is 0
+    eval_prompts: PositiveInt  # number of held-out prompts in an evaluation, each answered once under every effort
     eval_efforts: list[Effort]
-    rollout: ServersConfig | None = None  # the inference servers that write responses; null: this process does
+    rollout: ServersConfig | None = None  # servers that write responses; null: the training processes do
 
     @property
     def trained(self) -> list[int]:
@@ -81,12 +83,12 @@ class RlConfig:
 
 
 def training_efforts(values: Sequence[int | str]) -> list[int]:
-    """Efforts from a configuration (names or numbers) as numbers in 1..100.
+    """Convert efforts from the configuration (names or numbers) to numbers from 1 to 100.
 
     Raises:
-        ValueError: one is not an effort, there is none, or two are equal.
+        ValueError: a value is not a valid effort, the list is empty, or two efforts are equal.
     """
     efforts = [effort_budget(value) for value in values]
     if not efforts or len(set(efforts)) < len(efforts):
-        raise ValueError(f"efforts={list(values)!r}: must be at least one, and all different")
+        raise ValueError(f"efforts={list(values)!r}: must contain at least one effort, and no effort twice")
     return efforts

@@ -12,8 +12,9 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class Call:
-    """A POST to a server. ``{folder}`` and ``{version}`` in the values of ``body`` are replaced by those of the
-    weights.
+    """A POST request to an inference server.
+
+    ``{folder}`` and ``{version}`` in the values of ``body`` are replaced by folder and version of the new weights.
     """
 
     path: Annotated[str, Field(pattern="^/")]
@@ -22,17 +23,17 @@ class Call:
 
 @dataclass(config=STRICT, frozen=True)
 class ServersConfig:
-    """Which servers write responses, how they load weights, and how long to wait for them."""
+    """The inference servers that write responses: their addresses, how they load weights, and timeouts."""
 
-    urls: Annotated[list[str], Field(min_length=1)]  # http://host:port of each
-    model: str | None  # the name under which they serve the model; null: requests name none
-    key_variable: str | None  # the environment variable that holds their API key
-    format: Literal["plain", "released"]  # of the weights they load: in the model's own precision, or quantised
-    update: Annotated[list[Call], Field(min_length=1)]  # the calls that make a server load weights, in this order
-    version: str | None  # path whose GET returns the served `weight_version`; null: not checked
-    routing: bool  # request the experts of every position, for routing replay (SGLang)
+    urls: Annotated[list[str], Field(min_length=1)]  # address of each server: http://host:port
+    model: str | None  # the name under which the servers serve the model; null: requests name no model
+    key_variable: str | None  # the environment variable that contains the servers' API key
+    format: Literal["plain", "released"]  # format of the weights that servers load: plain, or quantised as released
+    update: Annotated[list[Call], Field(min_length=1)]  # requests that make a server load new weights, in order
+    version: str | None  # URL path that returns `weight_version`; null: the version is not checked
+    routing: bool  # ask the server (SGLang) for the experts of every position, for routing replay
     connect_seconds: PositiveFloat
-    silence_seconds: PositiveFloat  # without a token, including time in the server's queue
-    update_seconds: PositiveFloat  # time limit of one call of `update`
-    retries: NonNegativeInt  # consecutive retries before a server is left out
-    backoff_seconds: NonNegativeFloat  # before the first retry; doubles with each
+    silence_seconds: PositiveFloat  # longest wait for the next token, including time in the server's queue
+    update_seconds: PositiveFloat  # time limit of one request of `update`
+    retries: NonNegativeInt  # consecutive failed retries after which a server is no longer used
+    backoff_seconds: NonNegativeFloat  # wait before the first retry; it doubles with each further retry

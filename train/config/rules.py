@@ -1,6 +1,6 @@
-"""Rules across the fields of a configuration.
+"""Rules that involve several keys of the configuration.
 
-Everything here works without torch, except for what only a device or a checkpoint can tell.
+This module imports torch only for rules that depend on a device or a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from train.lora.targets import LORA_TARGETS
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
-    """Broken rules between keys: (keys involved, problem)."""
+    """Yield every broken rule that involves several keys: the set of these keys, and a description of the problem."""
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
@@ -41,7 +41,8 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
     if config.task.kind in ("sft", "rl", "distill", "dspark") and config.init_from is None:
         rule = f"task={config.task.kind} starts from a checkpoint"
-        yield {"init_from"}, problem("init_from", None, rule, "Name its folder or a run directory: init_from=...")
+        remedy = "Give a checkpoint folder or a run directory: init_from=..."
+        yield {"init_from"}, problem("init_from", None, rule, remedy)
     yield from _rl_rules(config)
     yield from _dspark_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
@@ -56,21 +57,23 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
         yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
     rows, ranks, writes = task.global_batch_rows, parallel.world_size, task.kind in ("rl", "distill")
     if (rows is None) != writes:
-        rule = f"must be null with task={task.kind}" if writes else f"is what task={task.kind} needs"
-        remedy = "A step has the rows that its responses fill" if writes else "Set the rows of a step"
+        rule = f"must be null with task={task.kind}" if writes else f"task={task.kind} needs a number of rows"
+        remedy = "The responses of a step determine its rows" if writes else "Set the number of rows in a step"
         yield {"task.global_batch_rows", "task.kind"}, problem("task.global_batch_rows", rows, rule, remedy)
     elif rows is not None and rows % math.lcm(task.micro_batch, ranks):
         rule = f"must be a multiple of task.micro_batch = {task.micro_batch} and of parallel.world_size = {ranks}"
         keys = {"task.micro_batch", "task.global_batch_rows", "parallel.world_size"}
-        remedy = f"The next is {-(-rows // math.lcm(task.micro_batch, ranks)) * math.lcm(task.micro_batch, ranks)}"
+        multiple = math.lcm(task.micro_batch, ranks)
+        remedy = f"The next larger multiple is {-(-rows // multiple) * multiple}"
         yield keys, problem("task.global_batch_rows", rows, rule, remedy)
     for key in ("expert_parallel", "table_shards"):
         if ranks % getattr(parallel, key):
             rule = f"must divide parallel.world_size = {ranks}"
-            value, remedy = getattr(parallel, key), "Choose a divisor"
+            value, remedy = getattr(parallel, key), f"Choose a divisor of {ranks}"
             yield {f"parallel.{key}", "parallel.world_size"}, problem(f"parallel.{key}", value, rule, remedy)
     if parallel.shard_embeddings and parallel.table_shards == 1:
-        rule, remedy = "has no effect with parallel.table_shards = 1", "Raise that, or leave it out"
+        rule = "has no effect with parallel.table_shards = 1"
+        remedy = "Raise parallel.table_shards, or leave parallel.shard_embeddings out"
         keys = {"parallel.shard_embeddings", "parallel.table_shards"}
         yield keys, problem("parallel.shard_embeddings", True, rule, remedy)
 
@@ -79,57 +82,59 @@ def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     kind, parallel = config.task.kind, config.parallel
     writes = kind in ("rl", "distill")
     if (config.rl is None) == writes:
-        rule = f"is what task={kind} needs" if writes else f"has no effect with task={kind}"
-        yield {"rl", "task.kind"}, problem("rl", None if writes else "...", rule, "Use task=rl, or leave it out")
+        rule = f"task={kind} needs this section" if writes else f"has no effect with task={kind}"
+        remedy = "Use task=rl, or leave the section rl out"
+        yield {"rl", "task.kind"}, problem("rl", None if writes else "...", rule, remedy)
     if config.rl is None:
         return
     for text in _rl_section_problems(config.rl, kind, parallel.world_size, config.task.seq_len):
         yield {"rl", "parallel.world_size", "task.seq_len"}, f"rl.{text}"
     if config.task.sample_tokens:
-        rule, remedy = "has no effect with task=rl and task=distill, which evaluate responses", "Leave it out"
+        rule = "has no effect with task=rl and task=distill, which evaluate responses to held-out prompts"
+        remedy = "Leave task.sample_tokens out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
     if config.lora.dropout:
-        rule = "the policy that writes responses would differ from the trained one"
-        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
+        rule = "with dropout the policy that is trained would differ from the policy that writes responses"
+        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use lora.dropout=0")
     for key in ("expert_parallel", "table_shards"):
         if getattr(parallel, key) > 1 and config.rl.rollout is None:
             rule = "a process that writes responses must hold the whole model"
-            value, remedy = getattr(parallel, key), "Use 1, or servers (rollout=sglang); world_size may be more"
+            value = getattr(parallel, key)
+            remedy = "Use 1, or let servers write them (rollout=sglang); parallel.world_size may stay above 1"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
     if config.rl.rollout is not None and config.lora.on:
-        rule, remedy = "servers load whole weights, not an adapter", "Use rollout=local, or leave lora out"
+        rule = "inference servers load whole weights and cannot load an adapter"
+        remedy = "Use rollout=local, or leave lora out"
         yield {"lora.targets", "rl"}, problem("lora.targets", config.lora.targets, rule, remedy)
 
 
 def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     drafts = config.task.kind == "dspark"
     if (config.dspark is None) == drafts:
-        rule = "is what task=dspark needs" if drafts else f"has no effect with task={config.task.kind}"
-        yield (
-            {"dspark", "task.kind"},
-            problem("dspark", None if drafts else "...", rule, "Use task=dspark, or leave it out"),
-        )
+        rule = "task=dspark needs this section" if drafts else f"has no effect with task={config.task.kind}"
+        remedy = "Use task=dspark, or leave the section dspark out"
+        yield {"dspark", "task.kind"}, problem("dspark", None if drafts else "...", rule, remedy)
     if config.dspark is None:
         return
     drafter = _drafter_problems(config.dspark, config.model, config.parallel.expert_parallel)
     for text in drafter if config.init_from else ():
         yield {"dspark", "model", "parallel.expert_parallel"}, text
     if config.lora.on:
-        rule = "the backbone of a drafter is not trained"
+        rule = "task=dspark trains a drafter and keeps the backbone frozen, so it cannot train LoRA"
         yield {"lora.targets"}, problem("lora.targets", config.lora.targets, rule, "Leave lora out")
     if config.task.sample_tokens:
-        rule = "has no effect with task=dspark, which trains no model that continues a text"
-        yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, "Leave it out")
+        rule, remedy = "has no effect with task=dspark, which writes no sample text", "Leave task.sample_tokens out"
+        yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
 
 
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     known = [*ModelConfig().to_dict(), "quantization_config"]
-    misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig reports these; it keeps other keys
-    # Other people's config.json has more keys, which are kept.
+    misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig refuses these itself and keeps unknown keys
+    # The config.json of a checkpoint may have keys that this project does not use; they are kept.
     foreign = set() if config.init_from else config.model.keys() - set(known) - misplaced
     for key in sorted(foreign):
         close = difflib.get_close_matches(key, known, n=1)
-        remedy = f"Did you mean model.{close[0]}?" if close else f"Known in model: {', '.join(known)}"
+        remedy = f"Did you mean model.{close[0]}?" if close else f"The keys in model are: {', '.join(known)}"
         yield {"model"}, problem(f"model.{key}", config.model[key], "no such key", remedy)
     try:
         text = ModelConfig.from_dict(config.model).text
@@ -139,25 +144,26 @@ def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         return
     if text.n_routed_experts % config.parallel.expert_parallel:
         rule = f"must divide model.text_config.n_routed_experts = {text.n_routed_experts}"
-        value, remedy = config.parallel.expert_parallel, "Choose a divisor"
+        value, remedy = config.parallel.expert_parallel, f"Choose a divisor of {text.n_routed_experts}"
         yield {"parallel.expert_parallel"}, problem("parallel.expert_parallel", value, rule, remedy)
     if config.task.seq_len > text.max_position_embeddings:
-        rule = f"longer than model.text_config.max_position_embeddings = {text.max_position_embeddings}"
-        remedy = "Shorten the rows or raise max_position_embeddings"
+        rule = f"is greater than model.text_config.max_position_embeddings = {text.max_position_embeddings}"
+        remedy = "Lower task.seq_len or raise max_position_embeddings"
         yield {"task.seq_len"}, problem("task.seq_len", config.task.seq_len, rule, remedy)
     if config.data.tokenizer == "train" and config.data.vocab_size > text.vocab_size:
-        rule = f"more entries than model.text_config.vocab_size = {text.vocab_size}"
-        yield {"data.vocab_size"}, problem("data.vocab_size", config.data.vocab_size, rule, "Make them equal")
+        rule = f"is greater than model.text_config.vocab_size = {text.vocab_size}"
+        remedy = "Set both to the same number"
+        yield {"data.vocab_size"}, problem("data.vocab_size", config.data.vocab_size, rule, remedy)
 
 
 def _optim_rules(optim: OptimConfig) -> Iterator[tuple[set[str], str]]:
-    """Options that only the report's rules read must not seem to change a run with AdamW's."""
+    """Refuse options that only ``optim.rules=report`` uses if another value of ``optim.rules`` is chosen."""
     if optim.rules == "report":
         return
     for key, neutral in (("per_head", True), ("tables", "sinkhorn"), ("tables_lr_factor", 1.0)):
         if getattr(optim, key) != neutral:
             rule = f"has no effect with optim.rules = {shown(optim.rules)}"
-            remedy = "Leave it out, or use optim=report"
+            remedy = f"Leave optim.{key} out, or use optim=report"
             yield {"optim.rules", f"optim.{key}"}, problem(f"optim.{key}", getattr(optim, key), rule, remedy)
 
 
@@ -166,39 +172,42 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     for target in lora.targets:
         if target not in LORA_TARGETS:
             close = difflib.get_close_matches(target, LORA_TARGETS, n=1)
-            remedy = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(LORA_TARGETS)}"
+            remedy = f"Did you mean {close[0]}?" if close else f"The targets are: {', '.join(LORA_TARGETS)}"
             yield {"lora.targets"}, problem("lora.targets", target, "no such target", remedy)
     if len(set(lora.targets)) < len(lora.targets):
-        yield {"lora.targets"}, problem("lora.targets", lora.targets, "names one twice", "Name each once")
+        rule, remedy = "contains the same target twice", "Name each target once"
+        yield {"lora.targets"}, problem("lora.targets", lora.targets, rule, remedy)
     if not lora.on:
         return
     if config.task.kind == "plan":
-        yield {"lora.targets"}, problem("lora.targets", lora.targets, "task=plan knows no LoRA", "Leave lora out")
+        rule = "task=plan cannot plan the memory of a LoRA run"
+        yield {"lora.targets"}, problem("lora.targets", lora.targets, rule, "Leave lora out")
     if config.init_from is None and config.task.kind != "plan":
-        rule, remedy = "an adapter needs trained weights, and there are none", "Name a checkpoint: init_from=..."
+        rule, remedy = "LoRA needs the trained weights of a checkpoint", "Name the checkpoint: init_from=..."
         yield {"lora.targets", "init_from"}, problem("lora.targets", lora.targets, rule, remedy)
     if config.optim.rules != "adamw":
-        rule = "has no effect: an adapter is trained by AdamW"
+        rule = "has no effect with LoRA, whose adapters are always trained by AdamW"
         yield {"optim.rules"}, problem("optim.rules", config.optim.rules, rule, "Use optim=adamw")
     if "indexer" in lora.targets and not config.runtime.train_indexer:
-        rule, remedy = "with runtime.train_indexer = false it is not trained", "Leave one of them out"
+        rule = "is not trained with runtime.train_indexer = false"
+        remedy = 'Leave "indexer" or runtime.train_indexer=false out'
         yield {"lora.targets", "runtime.train_indexer"}, problem("lora.targets", "indexer", rule, remedy)
 
 
 def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> Iterator[str]:
-    """What is wrong inside the section, as 'key = value: rule. remedy'."""
+    """Yield every problem inside the section ``rl``, as 'key = value: rule. remedy'."""
     for key in ("length", "loss"):
         if (getattr(rl, key) is None) != (kind == "distill"):
-            rule = "is what task=rl needs" if kind == "rl" else "has no effect with task=distill"
-            yield f"{key}: {rule}. {'Give it' if kind == 'rl' else 'Set it to null'}"
+            rule = "task=rl needs this section" if kind == "rl" else "has no effect with task=distill"
+            yield f"{key}: {rule}. {'Add the section' if kind == 'rl' else 'Set it to null'}"
     for number, task in enumerate(rl.tasks):
         for key in ("prompts", "reward", "held_out"):
             value = getattr(task, key)
             if value is not None and (new := renamed(value)):
-                yield f"tasks[{number}].{key} = {value}: this function has moved. It is {new} now"
+                yield f"tasks[{number}].{key} = {value}: this function was renamed. Its new name is {new}"
         if (task.teacher is None) != (kind == "rl"):
-            rule = "has no effect with task=rl" if kind == "rl" else "is what task=distill needs"
-            yield f"tasks[{number}].teacher: {rule}. {'Leave it out' if kind == 'rl' else 'Name a checkpoint'}"
+            rule = "has no effect with task=rl" if kind == "rl" else "task=distill needs a teacher for every task"
+            yield f"tasks[{number}].teacher: {rule}. {'Leave teacher out' if kind == 'rl' else 'Name a checkpoint'}"
         elif task.teacher is not None:
             if reason := _not_a_checkpoint(task.teacher):
                 yield f"tasks[{number}].teacher = {task.teacher}: {reason}. Correct the path"
@@ -209,89 +218,91 @@ def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> I
             yield f"{key}: {error}"
     if len(rl.samples) != len(rl.efforts):
         rule = f"must have one number for each of the {len(rl.efforts)} efforts"
-        yield f"samples = {rl.samples}: {rule}. Give as many"
+        yield f"samples = {rl.samples}: {rule}. Give {len(rl.efforts)} numbers"
     if kind == "rl" and min(rl.samples) < 2:
-        yield f"samples = {rl.samples}: a single response has no other to be compared with. Give 2 or more"
+        rule = "rewards are compared between the responses to one prompt, so one response is not enough"
+        yield f"samples = {rl.samples}: {rule}. Give 2 or more"
     if rl.prompts % ranks:
-        yield f"prompts = {rl.prompts}: must be a multiple of parallel.world_size = {ranks}. Choose one"
+        rule = f"must be a multiple of parallel.world_size = {ranks}"
+        yield f"prompts = {rl.prompts}: {rule}. Choose a multiple of {ranks}"
     if rl.in_flight < max(rl.samples):
-        rule = f"a group of {max(rl.samples)} responses must fit"
-        yield f"in_flight = {rl.in_flight}: {rule}. Raise it"
+        rule = f"must be at least {max(rl.samples)}, the most responses to one prompt (rl.samples)"
+        yield f"in_flight = {rl.in_flight}: {rule}. Raise rl.in_flight"
     if rl.max_tokens >= seq_len:
-        rule = f"with its prompt, a response must fit a row of task.seq_len = {seq_len}"
+        rule = f"a prompt and its response must fit into one row of task.seq_len = {seq_len} tokens"
         yield f"max_tokens = {rl.max_tokens}: {rule}. Raise task.seq_len"
     if rl.rollout is not None:
         yield from (f"rollout.{text}" for text in _server_problems(rl.rollout))
 
 
 def _server_problems(servers: ServersConfig) -> Iterator[str]:
-    """What is wrong with the addresses of servers and with how they are told about weights."""
+    """Yield every problem with the addresses of inference servers and with the requests that update their weights."""
     for url in servers.urls:
         rule = _address_problem(url)
         if rule:
             yield f"urls: {rule}"
     if len(set(servers.urls)) < len(servers.urls):
-        yield f"urls = {servers.urls}: lists a server twice. List each once"
+        yield f"urls = {servers.urls}: lists a server twice. List each server once"
     if not any("{folder}" in json.dumps(call.body) for call in servers.update):
-        yield "update: no body holds {folder}, so no server learns where the weights are. Put it in one"
+        yield "update: no request body contains {folder}, so servers cannot find the weights. Put {folder} into one"
     if servers.key_variable is not None and not os.environ.get(servers.key_variable):
         name = json.dumps(servers.key_variable)
-        yield f"key_variable = {name}: this environment variable is empty or not set. Set it, or use null"
+        yield f"key_variable = {name}: this environment variable is empty or not set. Set it, or use key_variable=null"
 
 
 def _address_problem(url: str) -> str | None:
-    """What is wrong with the address of a server."""
+    """Describe the problem with the address of an inference server, or return None if there is none."""
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
     except ValueError:
-        return f"{json.dumps(url)}: is no address. Give http://host:port"
+        return f"{json.dumps(url)}: is not a server address. Give http://host:port"
     if parts.username or parts.password:
-        return "one holds a password. Put it into an environment variable and name that in key_variable"
+        return "an address contains a password. Put it into an environment variable and name that in key_variable"
     if not whole or parts.path.strip("/") or parts.query or parts.fragment:
         return f"{json.dumps(url)}: must be a server's address without a path. Give http://host:port"
     return None
 
 
 def _drafter_problems(dspark: DsparkConfig, model: Mapping[str, Any], expert_parallel: int) -> Iterator[str]:
-    """What is wrong with a drafter and its loss for a model."""
+    """Yield every problem with the shape and the loss of a drafter for the model ``model``."""
     try:
         text = ModelConfig.from_dict(dict(model)).text
-    except ValueError:  # reported elsewhere
+    except ValueError:  # `_model_rules` reports this
         return
     for line in drafter_problems(text):
         yield f"model.text_config.{line}. Describe a drafter: dspark.drafter={{num_nextn_predict_layers: 3, ...}}"
     if text.dspark_n_routed_experts % expert_parallel:
         rule = f"must divide dspark_n_routed_experts = {text.dspark_n_routed_experts}"
-        yield f"parallel.expert_parallel = {expert_parallel}: {rule}. Choose a divisor"
+        yield f"parallel.expert_parallel = {expert_parallel}: {rule}. Choose a divisor of that"
     if not (dspark.ce or dspark.l1):
-        yield "dspark.ce = 0.0: nothing teaches the drafts if dspark.l1 is 0 too. Raise one of them"
+        yield "dspark.ce = 0.0: with dspark.l1 = 0 too, no loss trains the draft tokens. Raise one of the two"
 
 
 def merge_problems(merger: Merger) -> Iterator[str]:
-    """What is wrong with the weights of ``task=merge``."""
-    remedy = "Correct them, or leave them out for equal shares"
+    """Yield the problem with the weights of ``task=merge``, if there is one."""
+    remedy = "Correct the weights, or leave them out for equal shares"
     if len(merger.shares) != len(merger.checkpoints):
-        rule = f"{len(merger.checkpoints)} checkpoints need as many weights"
+        rule = f"must be {len(merger.checkpoints)} numbers, one for each checkpoint"
         yield problem("weights", merger.weights, rule, remedy)
     elif abs(math.fsum(merger.shares) - 1) > 1e-9:
-        rule = f"their sum is {math.fsum(merger.shares):.12g}, must be 1"
+        rule = f"the sum of the weights must be 1, but is {math.fsum(merger.shares):.12g}"
         yield problem("weights", merger.weights, rule, remedy)
 
 
 def _is_installed(library: str) -> bool:
     found = find_spec(library)
-    return found is not None and found.origin is not None  # a folder of that name is no library
+    return found is not None and found.origin is not None  # find_spec also finds a folder of that name without code
 
 
 def _cuda_is_available() -> bool:
-    import torch  # the rules over the configuration alone do not need it
+    import torch  # imported here, since the other rules do not need it
 
     return torch.cuda.is_available()
 
 
 def _not_a_checkpoint(name: str) -> str | None:
-    """Why ``name`` is no checkpoint to begin with."""
+    """Say why ``name`` is not a checkpoint that a run can start from, or return None if it is one."""
     from train.checkpoint.init_from import find_pretrained
 
     try:

@@ -1,4 +1,4 @@
-"""How every section of the configuration is declared: unknown keys, values of another type and NaN are refused."""
+"""Settings for the dataclass of every section: unknown keys, values of the wrong type and NaN are refused."""
 
 from pydantic import ConfigDict
 

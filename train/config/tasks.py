@@ -1,8 +1,8 @@
-"""The tasks. A new one is a line here and a file in ``conf/task``; see ``docs/extending.md``."""
+"""The table of all tasks. A new task needs an entry here and a file in ``conf/task``; see ``docs/extending.md``."""
 
 import difflib
 
-# name -> "module:function" that runs it, given the checked configuration. Imported when the task is run.
+# Name of a task -> the "module:function" that runs it. The module is imported only when the task is run.
 TASKS = {
     "pretrain": "train.tasks.pretrain:run",
     "sft": "train.tasks.pretrain:run",
@@ -19,7 +19,7 @@ TASKS = {
 
 
 def known_task(name: str) -> str:
-    """The name. Raises ValueError for one that is not in ``TASKS``."""
+    """Return ``name`` if ``TASKS`` has a task of that name; otherwise raise ValueError."""
     if name not in TASKS:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"Did you mean task={close[0]}?" if close else f"Tasks: {', '.join(TASKS)}"

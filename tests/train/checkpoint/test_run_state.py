@@ -190,7 +190,7 @@ def test_other_model_is_refused_with_the_first_difference(tmp_path: Path) -> Non
     other = {"text_config": {"hidden_size": 4, "ids": [1]}}
     with pytest.raises(CheckpointError, match="model.text_config.hidden_size is 3, expected 4"):
         load(folder, model_config=other)
-    with pytest.raises(CheckpointError, match=r"tensor weight is \[2, 3\] torch.float32 there and \[2, 5\]"):
+    with pytest.raises(CheckpointError, match=r"tensor weight is \[2, 3\] torch.float32, expected \[2, 5\]"):
         load(folder, objects(width=5))
     parts = objects()
     parts["model"].extra = torch.nn.Parameter(torch.ones(1))

@@ -52,7 +52,7 @@ def test_every_shipped_choice_is_valid(compose_raw, choice: str) -> None:
     try:
         parse(raw)
     except ConfigError as error:
-        allowed = ("init_from = null", "data.paths", "data.vocab_size = 512: more", "lora.targets")
+        allowed = ("init_from = null", "data.paths", "data.vocab_size = 512: is greater", "lora.targets")
         assert all(line.startswith(allowed) for line in error.problems)
 
 
@@ -168,8 +168,8 @@ def test_rules_between_keys_are_checked_beside_single_mistakes(compose_raw) -> N
     with pytest.raises(ConfigError) as caught:
         parse(compose_raw("model=tiny", "task.seq_len=2048", "data.vocab_size=1000", "task.tokns=5"))
     text = str(caught.value)
-    assert "task.seq_len = 2048: longer than model.text_config.max_position_embeddings = 1024" in text
-    assert "data.vocab_size = 1000: more entries than model.text_config.vocab_size = 512" in text
+    assert "task.seq_len = 2048: is greater than model.text_config.max_position_embeddings = 1024" in text
+    assert "data.vocab_size = 1000: is greater than model.text_config.vocab_size = 512" in text
     assert "task.tokns" in text
 
 
@@ -225,7 +225,7 @@ def test_keys_that_moved_are_refused_with_their_new_names() -> None:
         raw = {"task": {"kind": "pretrain"}, section: value}
         with pytest.raises(ConfigError) as caught:
             parse(raw)
-        assert f"{old} = 1: this key has moved. It is {new} now" in str(caught.value)
+        assert f"{old} = 1: this key was renamed. Its new name is {new}" in str(caught.value)
 
 
 def test_keys_that_moved_are_found_at_any_depth_and_only_where_they_are() -> None:
@@ -489,8 +489,8 @@ def test_functions_that_moved_are_refused_with_their_new_names_and_runs_with_the
     with pytest.raises(ConfigError) as caught:
         parse(compose_raw("task=rl", f"rl.tasks={old}"))
     text = str(caught.value)
-    assert "rl.tasks[0].prompts = train.rl.tasks:letters: this function has moved" in text
-    assert "It is train.rl.rewards.builtin:exact now" in text
+    assert "rl.tasks[0].prompts = train.rl.tasks:letters: this function was renamed" in text
+    assert "Its new name is train.rl.rewards.builtin:exact" in text
     saved = {"rl": {"tasks": [{"prompts": "a.jsonl", "reward": "train.rl.tasks:exact", "held_out": None}]}}
     expected = {"prompts": "a.jsonl", "reward": "train.rl.rewards.builtin:exact", "held_out": None}
     assert moved.upgraded(saved) == {"rl": {"tasks": [expected]}}

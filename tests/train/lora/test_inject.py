@@ -254,10 +254,10 @@ def test_resuming_is_exact(make) -> None:
     ("changes", "message"),
     [
         (["lora.targets=[atention]"], 'lora.targets = "atention": no such target. Did you mean attention?'),
-        (["lora.targets=[attention,attention]"], "names one twice"),
-        (["task=pretrain", "init_from=null", "model=tiny"], "an adapter needs trained weights"),
-        (["optim=report"], 'optim.rules = "report": has no effect: an adapter is trained by AdamW'),
-        (["lora.targets=[indexer]", "runtime.train_indexer=false"], "it is not trained"),
+        (["lora.targets=[attention,attention]"], "contains the same target twice"),
+        (["task=pretrain", "init_from=null", "model=tiny"], "LoRA needs the trained weights of a checkpoint"),
+        (["optim=report"], 'optim.rules = "report": has no effect with LoRA, whose adapters'),
+        (["lora.targets=[indexer]", "runtime.train_indexer=false"], "is not trained with runtime.train_indexer"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, changes: list[str], message: str) -> None:

@@ -107,7 +107,7 @@ def test_a_run_comes_nearer_to_its_teacher_and_resumes(make_distill, teachers) -
 def test_settings_of_the_other_task_are_refused(make_distill, make_rl, teachers, checkpoint_folder, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"rl.length: has no effect with task=distill"):
         make_distill(teachers, "rl.length={c_max: 0.5, k0: 0.5, l_norm: 16.0, spread: 1.0}")
-    with pytest.raises(ConfigError, match=r"rl.loss: is what task=rl needs"):
+    with pytest.raises(ConfigError, match=r"rl.loss: task=rl needs this section"):
         make_rl("rl.loss=null")
     with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*nowhere is not a folder"):
         make_distill([tmp_path / "nowhere"])

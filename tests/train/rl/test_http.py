@@ -506,10 +506,10 @@ def test_one_more_rollout_shares_the_servers_and_nothing_else(make_server, make_
         ("rl.rollout.urls=[]", "rl.rollout.urls"),
         ("rl.rollout.urls=[localhost:8000]", "must be a server's address without a path"),
         ("rl.rollout.urls=['http://a:1/v1']", "http://a:1/v1.: must be a server's address without a path"),
-        ("rl.rollout.urls=['http://me:secret@a:1']", "one holds a password.*key_variable"),
+        ("rl.rollout.urls=['http://me:secret@a:1']", "an address contains a password.*key_variable"),
         ("rl.rollout.urls=['http://a:1','http://a:1']", "lists a server twice"),
         ("rl.rollout.key_variable=NO_SUCH_VARIABLE", "rl.rollout.key_variable = .NO_SUCH_VARIABLE.: .*not set"),
-        ("rl.rollout.update=[{path: /load, body: {}}]", "rl.rollout.update: no body holds {folder}"),
+        ("rl.rollout.update=[{path: /load, body: {}}]", "rl.rollout.update: no request body contains {folder}"),
         ("rl.rollout.update=[{path: load, body: {}}]", "rl.rollout.update.0.path"),
         ("rl.rollout.retries=-1", "rl.rollout.retries"),
         ("rl.rollout.retires=1", "rl.rollout.retires = 1: no such key. Did you mean rl.rollout.retries"),
@@ -524,7 +524,7 @@ def test_settings_that_do_not_fit_are_refused(make_rl, change: str, message: str
 def test_several_wrong_settings_are_named_at_once(make_rl) -> None:
     with pytest.raises(ConfigError) as error:
         make_rl("rollout=sglang", "rl.rollout.urls=[a,b]", "rl.rollout.key_variable=NO_SUCH_VARIABLE", "lora=attention")
-    for text in ('urls: "a": must', 'urls: "b": must', "key_variable = ", "not an adapter. Use rollout=local"):
+    for text in ('urls: "a": must', 'urls: "b": must', "key_variable = ", "cannot load an adapter. Use rollout=local"):
         assert sum(text in problem for problem in error.value.problems) == 1, error.value
 
 

@@ -56,7 +56,7 @@ def test_all_problems_are_reported_at_once(compose_raw) -> None:
         "src is missing",
         "dst is missing",
         "format = \"int4\": should be 'released' or 'bf16'",
-        "task.tokens = 5: no such key. Known in task: kind",
+        "task.tokens = 5: no such key. The keys in task are: kind",
     ):
         assert expected in text, text
     assert len(caught.value.problems) == 5

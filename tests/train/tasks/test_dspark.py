@@ -245,11 +245,11 @@ def test_what_cannot_be_trained_is_refused(make, compose_raw, overrides, origin:
             {"drafter": SHAPE.replace("experts: 4", "experts: 5")},
             "must divide dspark_n_routed_experts = 5",
         ),
-        ((), {"drafter": "{block_size: 3}"}, "no such key: block_size; known are num_nextn_predict_layers"),
+        ((), {"drafter": "{block_size: 3}"}, "unknown keys: block_size; the known keys are num_nextn_predict_layers"),
         ((), {"drafter": None}, "num_nextn_predict_layers: is 0, must be positive. Describe a drafter"),
-        (("lora=attention",), {}, "the backbone of a drafter is not trained"),
+        (("lora=attention",), {}, "keeps the backbone frozen, so it cannot train LoRA"),
         (("task.sample_tokens=5",), {}, "task.sample_tokens = 5: has no effect with task=dspark"),
-        (("dspark.ce=0.0", "dspark.l1=0.0"), {}, "nothing teaches the drafts"),
+        (("dspark.ce=0.0", "dspark.l1=0.0"), {}, "no loss trains the draft tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             make(*changes, **kinds)

@@ -195,9 +195,9 @@ def test_weights_are_checked(compose_raw) -> None:
             parse(compose_raw("task=merge", "checkpoints=[a,b]", "dst=c", f"weights={weights}"))
         return str(caught.value)
 
-    assert "weights = [0.5, 0.4]: their sum is 0.9, must be 1" in problems("[0.5,0.4]")
-    assert "weights = [1.0]: 2 checkpoints need as many weights" in problems("[1.0]")
-    assert "weights = []: 2 checkpoints need as many weights" in problems("[]")
+    assert "weights = [0.5, 0.4]: the sum of the weights must be 1, but is 0.9" in problems("[0.5,0.4]")
+    assert "weights = [1.0]: must be 2 numbers, one for each checkpoint" in problems("[1.0]")
+    assert "weights = []: must be 2 numbers, one for each checkpoint" in problems("[]")
     for wrong in ("inf", "nan", "x"):
         assert "weights.1 = " in problems(f"[1,{wrong}]"), wrong
     with pytest.raises(ConfigError, match=r"dst is missing(.|\s)*weihgts = .*Did you mean weights"):

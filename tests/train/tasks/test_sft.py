@@ -143,7 +143,7 @@ def test_loss_counts_answers_alone(make_sft) -> None:
     [
         (["init_from=/nowhere"], r"init_from = \"/nowhere\": /nowhere is not a folder"),
         (["init_from={chats}"], "holds neither config.json nor state.json"),
-        (["data.tokenizer=x.json"], 'data.tokenizer = "x.json": the tokenizer of init_from is used'),
+        (["data.tokenizer=x.json"], 'data.tokenizer = "x.json": must not be set with init_from'),
         (["init_from=null"], "init_from = null: task=sft starts from a checkpoint"),
         (["data=stdlib", "data.paths=[]"], 'data.source = "stdlib": task=sft trains on conversations'),
     ],
