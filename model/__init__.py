@@ -9,7 +9,7 @@ A file imports only from lines above its own (and of its own package):
     config
     no_wait, precision, kernels
     norm, rope, quantize, init
-    packed, parallel, layout, hyper, loss, sparse
+    packed, parallel, layout, chunk, hyper, loss, sparse
     indexer, moe, engram, vision
     cache
     attention, training_losses

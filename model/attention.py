@@ -24,6 +24,7 @@ from model.indexer import Indexer, IndexerLossInputs, select, select_from_candid
 from model.layout import Entries, SequenceLayout
 from model.norm import RMSNorm
 from model.packed import PackedWeight, packed_block_linear
+from model.parallel.context import gather_entries, with_halo
 from model.quantize import fake_quant_fp8, main_kv_format
 from model.rope import rotate
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
@@ -136,6 +137,8 @@ class Attention(nn.Module):
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
         window_kv = self.window_keys(x, phasors)
+        if layout.chunk is not None:
+            (window_kv,) = with_halo([window_kv], layout.chunk.window, layout.chunk.ranks)
         if self.compressor is not None:
             shared = self.compress(x, layout, shared, runtime, cache)
         indexer_loss_inputs = None
@@ -182,15 +185,20 @@ class Attention(nn.Module):
     ) -> CrossLayerState:
         """What only a Full layer computes: compressed entries and index keys of x [T, d]."""
         entries = layout.entries[self.ratio]
-        projected = self.compressor.project(x)
+        projected, chunk = self.compressor.project(x), layout.chunk
         if cache is not None:
             projected = cache.open_groups(*projected)
+        elif chunk is not None and self.ratio > 1:
+            values, gates = with_halo(projected, entries.halo, chunk.ranks)
+            projected = values, gates
         latent = self.compressor.pool(*projected, entries)
         kv, keys = rotate(latent, entries.phasors), self.indexer.keys(latent, entries)
         if cache is not None:
             kv, keys = cache.entries(kv, keys)
         elif rounding := main_kv_format(runtime.kv_quant):
             kv = rounding.fake_quant(kv)
+        if chunk is not None:
+            kv, keys = gather_entries(kv, keys, entries.gathered, chunk.ranks)
         return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
 
     def _index(

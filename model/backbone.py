@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, CrossLayerState
 from model.cache.step import LayerCache, Step
+from model.chunk import chunk_of
 from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig
 from model.engram import Engram, engram_rows
 from model.hyper import HyperConnection, collapse, expand
 from model.indexer import IndexerLossInputs
 from model.kernels.switch import using
 from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
-from model.loss import Objective, cross_entropy_sum, next_token_targets
+from model.loss import Objective, cross_entropy_sum
 from model.moe import MoE, Routing, check_routing
 from model.norm import RMSNorm
 from model.parallel.ranks import ONE_PROCESS, Parallel
@@ -222,7 +223,7 @@ class DeepseekV41(nn.Module):
         logits = self.head(trace.hidden)
         loss = None
         if labels is not None:
-            targets = next_token_targets(layout.flatten(labels), layout.document)
+            targets = layout.targets(labels)
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
         return Output(layout.unflatten(logits)[:, -logits_to_keep:], loss, streams)
@@ -253,7 +254,7 @@ class DeepseekV41(nn.Module):
     ) -> LossDenominators:
         """What this batch adds to the step's denominators; needs no forward pass. Inputs as in `losses`."""
         layout = layout or self.lay_out(input_ids, labels, **batch)
-        targets = next_token_targets(layout.flatten(labels), layout.document)
+        targets = layout.targets(labels)
         return count_denominators(self.config.text, layout, targets >= 0)
 
     def losses(
@@ -283,7 +284,7 @@ class DeepseekV41(nn.Module):
             input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing
         )
         trace = self.run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
-        targets = next_token_targets(layout.flatten(labels), layout.document)
+        targets = layout.targets(labels)
         supervised = targets >= 0
         rows = supervised.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
@@ -323,15 +324,30 @@ class DeepseekV41(nn.Module):
         **_: Tensor,
     ) -> SequenceLayout:
         """Check a batch and compute its layout, with the decoder's windows bounded as in generation if the runtime asks
-        for it. Best done once and while the batch is on the CPU: only this function reads its values.
+        for it. Best done once and while the batch is on the CPU: only this function reads its values. Under context
+        parallelism all ranks of a group get the same batch, and the layout is that of this rank's chunk.
         """
-        text = self.config.text
-        layout = build_layout(text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
-        _check_ids(layout.flatten(input_ids), input_ids, text.vocab_size)
+        layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
+        _check_ids(layout.flatten(input_ids), input_ids, self.config.text.vocab_size)
         if routing is not None:
-            check_routing(text, routing, layout.rows, layout.row_length)
-        if labels is None:
+            check_routing(self.config.text, routing, layout.rows, layout.row_length)
+        if labels is not None:
+            layout = self._with_labels(layout, input_ids, labels, seq_lens, prompt_lens)
+        if self.parallel.context.size == 1:
             return layout
+        takes_feature = None if vision_token_types is None else vision_token_types == IMAGE
+        return chunk_of(layout, self.config.text, self.parallel.context, takes_feature)
+
+    def _with_labels(
+        self,
+        layout: SequenceLayout,
+        input_ids: Tensor,
+        labels: Tensor,
+        seq_lens: Tensor | None,
+        prompt_lens: Tensor | None,
+    ) -> SequenceLayout:
+        """Check the labels; bound the decoder's windows by them if the runtime asks for it."""
+        text = self.config.text
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels must be [{layout.rows}, {layout.row_length}], got {list(labels.shape)}")
         flat = layout.flatten(labels)
@@ -361,7 +377,7 @@ class DeepseekV41(nn.Module):
         tokens = layout.flatten(input_ids)
         x = self.embed_batch(tokens, layout, pixel_values, image_grid_hws, vision_token_types)
         layers = range(self.config.text.num_hidden_layers)
-        lookups = self.look_up(layers, tokens, layout)
+        lookups = self.look_up(layers, layout.flatten_with_lookback(input_ids), layout)
         state, streams, blocks = self.init_streams(x), [], []
         mass: dict[int, Tensor] = {}
         dense_mass: dict[int, Tensor] = {}
@@ -381,8 +397,8 @@ class DeepseekV41(nn.Module):
     def look_up(
         self, layers: Container[int], tokens: Tensor, layout: SequenceLayout, step: Step | None = None
     ) -> dict[int, Lookup]:
-        """Engram lookups of some layers. They depend on tokens only: with sharded tables, the rows of the whole batch
-        are requested before the first block.
+        """Engram lookups of some layers for `tokens`, int64 [b + T] (see `engram_rows`). They depend on tokens only:
+        with sharded tables, the rows of the whole batch are requested before the first block.
         """
         text, known, found = self.config.text, self.token_map, {}
         for layer in filter(layers.__contains__, text.engram_layer_ids):
@@ -394,7 +410,8 @@ class DeepseekV41(nn.Module):
         """The input of the first block: embeddings [T, d] in every stream."""
         n = self.config.text.hc_mult
         streams = x.unsqueeze(1).repeat(1, n, 1)
-        if self.parallel.experts.size > 1 and torch.is_grad_enabled() and not streams.requires_grad:
+        exchanging = self.parallel.experts.size > 1 or self.parallel.context.size > 1
+        if exchanging and torch.is_grad_enabled() and not streams.requires_grad:
             # Which parameters get gradients may depend on the batch; the exchanges of the backward must not.
             streams.requires_grad_()
         pre_mix = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
@@ -453,18 +470,34 @@ class DeepseekV41(nn.Module):
                 raise ValueError("the batch has images, but this model's configuration has no vision_config")
             return x
         slots = (types == IMAGE).nonzero().flatten()
-        found = 0
+        features = None
         if pixel_values is not None and len(image_grid_hws):
-            with using(self.runtime.kernels):
-                features = self.aligner(self.vision(pixel_values, image_grid_hws))
-            found = features.shape[0]
-        if found != len(slots):
-            raise ValueError(
-                f"the batch has {len(slots)} IMAGE tokens but its images make {found}; check image_grid_hws"
-            )
+            features = self._image_features(pixel_values, image_grid_hws, layout)
+        found = 0 if features is None else len(features)
+        _check_features(len(slots), found)
         for kind, vector in ((START, self.image_start), (NEWLINE, self.image_newline), (END, self.image_end)):
             x = torch.where((types == kind)[:, None], vector.to(x.dtype), x)
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
+
+    def _image_features(self, pixel_values: Tensor, grids: Tensor, layout: SequenceLayout) -> Tensor | None:
+        """[F, d]: the features of the images, or of those that stand in a chunk at least in part, cut to it; None if
+        none does. An image across a cut runs on both sides of it, and each side takes and trains its own features.
+        """
+        first, last = 0, None
+        if layout.chunk is not None:
+            before, own, everywhere = layout.chunk.feature_slots
+            _check_features(everywhere, sum(self.vision.feature_counts(grids)))
+            pixel_values, grids, first = self.vision.images_at(pixel_values, grids, before, own)
+            last = first + own
+            if not own:
+                return None
+        with using(self.runtime.kernels):
+            return self.aligner(self.vision(pixel_values, grids))[first:last]
+
+
+def _check_features(slots: int, features: int) -> None:
+    if features != slots:
+        raise ValueError(f"the batch has {slots} IMAGE tokens but its images make {features}; check image_grid_hws")
 
 
 def _check_ids(tokens: Tensor, input_ids: Tensor, vocabulary: int) -> None:

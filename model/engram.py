@@ -128,23 +128,24 @@ def hash_ids(
 ) -> Tensor:
     """Table rows of one Engram layer (`layer` counts Engram layers): int64 [T, G].
 
-    tokens int64 [T], document_start int64 [T], masked bool [T] (image positions). A look-back that leaves the document
-    or meets a masked position uses the pad token's compressed id, and so do all look-backs beyond it. int64 arithmetic
-    wraps.
+    tokens int64 [b + T], masked bool [b + T] (image positions): of the b tokens before those asked for, then of these;
+    document_start int64 [T], relative to the first token asked for. A look-back that leaves the document or meets a
+    masked position uses the pad token's compressed id, and so do all look-backs beyond it. int64 arithmetic wraps.
     """
-    index = torch.arange(tokens.shape[0], device=tokens.device)
+    before = tokens.shape[0] - document_start.shape[0]
+    index = torch.arange(document_start.shape[0], device=tokens.device)
     compressed = token_map[tokens]
     pad = token_map[pad_token_id]
-    reachable = torch.ones_like(tokens, dtype=torch.bool)
+    reachable = torch.ones_like(index, dtype=torch.bool)
     multipliers = tables.multipliers[layer]
     primes, offsets = (c.on_device_of(tokens) for c in _constants(tables.primes[layer], tables.offsets[layer]))
     heads = len(primes) // (len(multipliers) - 1)
-    rolling = torch.zeros_like(tokens)
+    rolling = torch.zeros_like(index)
     found = []
     for back, multiplier in enumerate(multipliers):
         at = index - back
         reachable = reachable & (at >= document_start)
-        at = at.clamp(min=0)
+        at = (at + before).clamp(min=0)
         if masked is not None:
             reachable = reachable & ~masked[at]
         rolling = rolling ^ (torch.where(reachable, compressed[at], pad) * multiplier)
@@ -194,7 +195,9 @@ class Engram(nn.Module):
 
 
 def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Tensor, layout: SequenceLayout) -> Tensor:
-    """Rows of Engram layer `layer` (a backbone layer id) for the layout's tokens int64 [T]."""
+    """Rows of Engram layer `layer` (a backbone layer id) for the layout's tokens; input_ids int64 [b + T], with the b
+    tokens before a chunk in front (see `flatten_with_lookback`).
+    """
     number = config.engram_layer_ids.index(layer)
     return hash_ids(
         engram_tables(config),
@@ -203,7 +206,7 @@ def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Te
         config.engram_pad_token_id,
         input_ids,
         layout.document_start,
-        layout.image,
+        layout.image_with_lookback(),
     )
 
 

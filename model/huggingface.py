@@ -44,7 +44,6 @@ from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
 from model.engram import build_token_map
 from model.layout import SequenceLayout
-from model.loss import next_token_targets
 from model.training_losses import count_denominators, training_losses
 
 PREFILL_TOKENS = 4096  # prompt tokens of one pass
@@ -357,7 +356,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None:
             logits = _AddToGradient.apply(logits, added / self._passes_of_step)
             return DeepseekV41Output(logits=layout.unflatten(logits)[:, -logits_to_keep:], hidden_states=streams)
-        targets = next_token_targets(layout.flatten(labels), layout.document)
+        targets = layout.targets(labels)
         count = (targets >= 0).sum()
         total = count.clamp(min=1) if num_items is None else num_items
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
@@ -377,7 +376,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None:
             supervised = torch.ones(layout.tokens, dtype=torch.bool, device=trace.hidden.device)
         else:
-            supervised = next_token_targets(layout.flatten(labels), layout.document) >= 0
+            supervised = layout.targets(labels) >= 0
         indexed = any(p.requires_grad for name, p in model.named_parameters() if ".indexer." in name)
         losses = training_losses(
             torch.zeros((), device=trace.hidden.device),

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from model.config import TextConfig
+from model.parallel.context import GatherPlan, HaloPlan
+from model.parallel.ranks import RankGroup
 from model.rope import inverse_frequencies, rotations
 
 
@@ -27,6 +29,9 @@ class Entries:
     A document's floor(len/r) entries fill consecutive slots; each document starts at a multiple of
     `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size` and a document's visible
     entries are always one range of slots.
+
+    In a chunk (see `Chunk`) slots are still those of all tokens, but `members` and `phasors` list only the
+    `gathered.capacity` entries that this rank computes: those whose last token lies in its chunk.
     """
 
     ratio: int
@@ -40,6 +45,8 @@ class Entries:
     )  # visible_from, visible_to on the CPU: they bound the scoring chunks without waiting for the device
     host_to: np.ndarray
     own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
+    halo: HaloPlan | None = None  # of a chunk: the tokens before it that begin a group which ends in it
+    gathered: GatherPlan | None = None  # of a chunk: where the entries that each rank computes belong
 
     def to(self, device: torch.device) -> Entries:
         """The same on another device; from pinned memory without waiting."""
@@ -47,8 +54,26 @@ class Entries:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Which tokens of a micro-batch this rank computes under context parallelism, and what it needs of the others.
+
+    The ranks of a group hold consecutive chunks of the same tokens.
+    """
+
+    ranks: RankGroup
+    window: HaloPlan  # the tokens before the chunk that the windows of its queries reach
+    lookback: Tensor  # int64 [b]: where the b tokens before the chunk that Engram's n-grams reach lie in [B*S]
+    lookback_image: Tensor | None  # bool [b]: whether they belong to an image span; None without images
+    feature_slots: tuple[int, int, int]  # features of images that belong before the chunk, into it, and anywhere
+
+
+@dataclass(frozen=True)
 class SequenceLayout:
-    """Token layout of one micro-batch; immutable, built once and read by every layer."""
+    """Token layout of one micro-batch; immutable, built once and read by every layer.
+
+    With a `chunk`, T counts the tokens of this rank, and token indices count from the first of them (negative: before
+    the chunk). Documents and slots keep their numbers, so `document_lengths` covers all documents.
+    """
 
     rows: int
     row_length: int
@@ -63,6 +88,7 @@ class SequenceLayout:
     phasors: Tensor  # complex64 [T, rope/2] of window-only layers
     phasors_yarn: Tensor  # complex64 [T, rope/2] of compressed layers
     entries: dict[int, Entries]  # by compression ratio
+    chunk: Chunk | None = None  # None: all tokens are here
 
     @property
     def tokens(self) -> int:
@@ -78,20 +104,47 @@ class SequenceLayout:
         flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
         return flat if self.gather is None else flat.index_select(0, self.gather)
 
+    def flatten_with_lookback(self, x: Tensor) -> Tensor:
+        """`flatten` with the rows of the tokens before a chunk that Engram looks back to in front: [b + T, ...]."""
+        if self.chunk is None:
+            return self.flatten(x)
+        flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
+        return torch.cat([flat.index_select(0, self.chunk.lookback), self.flatten(x)])
+
+    def image_with_lookback(self) -> Tensor | None:
+        """`image` with those tokens in front, as `flatten_with_lookback` puts them: bool [b + T]."""
+        if self.image is None or self.chunk is None or self.chunk.lookback_image is None:
+            return self.image
+        return torch.cat([self.chunk.lookback_image, self.image])
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Labels int64 [B, S], not shifted -> int64 [T]: the label of the next token, -100 at the end of a document.
+        The next token may lie behind the chunk.
+        """
+        flat = labels.reshape(-1)
+        place = torch.arange(self.tokens, device=flat.device) if self.gather is None else self.gather
+        following = flat.index_select(0, (place + 1).clamp(max=len(flat) - 1))
+        return following.masked_fill(self.position + 1 == self.document_lengths[self.document], -100)
+
     def unflatten(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S, ...]; padding positions are zero."""
+        """[T, ...] -> [B, S, ...]; padding positions are zero, and those of other chunks."""
         if self.gather is not None:
             full = x.new_zeros(self.rows * self.row_length, *x.shape[1:])
             x = full.index_copy(0, self.gather, x)
         return x.reshape(self.rows, self.row_length, *x.shape[1:])
 
 
-Placed = TypeVar("Placed", Entries, SequenceLayout)
+Placed = TypeVar("Placed", bound=Entries | Chunk | SequenceLayout | HaloPlan | GatherPlan)
 
 
 def _moved(value: Placed, device: torch.device) -> Placed:
-    held = {field.name: getattr(value, field.name) for field in fields(value)}
-    moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in held.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {}
+    for field in fields(value):
+        held = getattr(value, field.name)
+        if isinstance(held, Tensor):
+            moved[field.name] = held.to(device, non_blocking=True)
+        elif isinstance(held, Chunk | HaloPlan | GatherPlan):
+            moved[field.name] = _moved(held, device)
     return replace(value, **moved)
 
 

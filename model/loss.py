@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.precision import without_autocast
@@ -237,12 +236,3 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 def _wide(x: Tensor) -> torch.dtype:
     """The dtype of sums over the vocabulary: fp32, or fp64 for fp64 input."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def next_token_targets(labels: Tensor, document: Tensor) -> Tensor:
-    """Unshifted labels int64 [T] of a flattened batch -> target of each position, -100 where the next token is in
-    another document.
-    """
-    shifted = F.pad(labels[1:], (0, 1), value=-100)
-    crosses = F.pad(document[1:] != document[:-1], (0, 1), value=True)
-    return shifted.masked_fill(crosses, -100)

@@ -6,7 +6,7 @@ Shapes: T tokens, d hidden, E experts, k experts per token, f expert intermediat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from model.kernels.switch import in_triton
 from model.layout import SequenceLayout
 from model.no_wait import Watched, count_ids
 from model.packed import PackedWeight, packed_grouped_linear
+from model.parallel.context import sum_over
 from model.parallel.exchange import exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
 
@@ -195,19 +196,26 @@ def count_load(indices: Tensor, image: Tensor | None, experts: int) -> Tensor:
     return count_ids(cell, 2 * experts).view(2, experts)
 
 
-def sequence_balance(routing: Routing, layout: SequenceLayout) -> Tensor:
-    """Sequence-level balance loss summed over tokens: sum over documents of length * sum_e f_e P_e (DeepSeek-V3 form).
+def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Tensor:
+    """Sequence-level balance loss summed over layers and tokens: in each layer the sum over documents of
+    length * sum_e f_e P_e (DeepSeek-V3 form).
 
     f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its
     length (our choice: packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
+    In a chunk, counts are summed over the ranks that share a document, the loss is that of the chunk's tokens.
     """
-    experts, k = routing.scores.shape[1], routing.indices.shape[1]
+    experts, k = routings[0].scores.shape[1], routings[0].indices.shape[1]
     documents = layout.document_lengths.shape[0]
-    cell = layout.document[:, None] * experts + routing.indices
-    count = count_ids(cell, documents * experts).view(documents, experts)
-    frequency = count * (experts / k) / layout.document_lengths[:, None]
-    share = routing.scores / routing.scores.sum(-1, keepdim=True)
-    return (share * frequency.index_select(0, layout.document)).sum()
+    cell = layout.document[:, None] * experts
+    counts = torch.stack([count_ids(cell + one.indices, documents * experts) for one in routings])
+    if layout.chunk is not None:
+        counts = sum_over(counts, layout.chunk.ranks)
+    total = torch.zeros((), dtype=torch.float32, device=counts.device)
+    for routing, count in zip(routings, counts, strict=True):
+        frequency = count.view(documents, experts) * (experts / k) / layout.document_lengths[:, None]
+        share = routing.scores / routing.scores.sum(-1, keepdim=True)
+        total = total + (share * frequency.index_select(0, layout.document)).sum()
+    return total
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

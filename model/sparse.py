@@ -42,13 +42,15 @@ def dense_attention(
     sink: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference. q [T, H, D], window_kv [T, D], window_start int [T] (first visible token), entries [N, D],
+    """The reference. q [T, H, D], window_kv [h + T, D] (keys of the h tokens before the queries, then of their own),
+    window_start int [T] (first visible token, counted from the first query; negative: before it), entries [N, D],
     topk_indices int [T, K] (-1 = none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each
     selected entry summed over heads).
     """
-    tokens = q.shape[0]
+    tokens, near = q.shape[0], window_kv.shape[0]
     index = torch.arange(tokens, device=q.device)
-    visible = (index[None, :] <= index[:, None]) & (index[None, :] >= window_start[:, None])
+    key = torch.arange(tokens - near, tokens, device=q.device)
+    visible = (key[None, :] <= index[:, None]) & (key[None, :] >= window_start[:, None])
     keys = window_kv
     if topk_indices is not None:
         chosen = torch.zeros(tokens, entries.shape[0] + 1, dtype=torch.bool, device=q.device)
@@ -59,7 +61,7 @@ def dense_attention(
     out = torch.einsum("ths,sd->thd", p.to(keys.dtype), keys)
     mass = None
     if topk_indices is not None:
-        on_entries = p[..., tokens:].detach().sum(1)
+        on_entries = p[..., near:].detach().sum(1)
         mass = on_entries.gather(1, topk_indices.clamp(min=0).long()) * (topk_indices >= 0)
     return out, mass
 
@@ -112,7 +114,7 @@ def sparse_attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """The linear-cost path: same arguments and results as `dense_attention`, plus the window size W."""
+    """The linear-cost path: same arguments and results as `dense_attention`, plus the window size W; h < W."""
     if in_triton(q):
         from model.kernels import sparse as kernels
 
@@ -150,8 +152,9 @@ class _Blocks:
         return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
     def pad_keys(self, x: Tensor) -> Tensor:
-        """[T, D] -> [before + count*size, D] with zero rows on both sides."""
-        return F.pad(x, (0, 0, self.before, self.count * self.size - self.tokens))
+        """[h + T, D] -> [before + count*size, D] with zero rows on both sides."""
+        halo = x.shape[0] - self.tokens
+        return F.pad(x, (0, 0, self.before - halo, self.count * self.size - self.tokens))
 
     def key_spans(self, padded: Tensor, start: int, stop: int) -> Tensor:
         """Overlapping view [blocks, span, D] of padded keys."""
@@ -229,7 +232,8 @@ class _SparseAttention(torch.autograd.Function):
                 d_chosen.baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows], beta=ctx.scale)
                 d_entries.index_add_(0, chunks.index[rows].flatten(), d_chosen.flatten(0, 1).float())
             torch.mul(grad, ctx.scale, out=d_q[rows])
-        d_window = d_window[blocks.before : blocks.before + blocks.tokens].to(window_kv.dtype)
+        end = blocks.before + blocks.tokens
+        d_window = d_window[end - len(window_kv) : end].to(window_kv.dtype)
         d_entries, d_sink = d_entries.to(entries.dtype), d_sink.to(sink.dtype)
         return d_q[: blocks.tokens], d_window, None, d_entries, None, d_sink, None, None
 

@@ -5,7 +5,6 @@ Shapes: T tokens of the layout, K `index_topk`, E experts, L layers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -92,7 +91,7 @@ def training_losses(
             use its selection put on it.
         train_indexer: else the indexers get no gradient, whatever `weights` says.
     """
-    balance_sum = functools.reduce(torch.add, (sequence_balance(routing, layout) for routing in routings))
+    balance_sum = sequence_balance(routings, layout)
     kl_sum, queries = _indexer_losses(indexers, supervised, train_indexer and weights.indexer_kl > 0)
     total = lm_sum / denominators.supervised.clamp(min=1)
     total = total + weights.router_balance * balance_sum / denominators.num_tokens.clamp(min=1)

@@ -5,6 +5,9 @@ Shapes: P patches of one image, h x w its patch grid, c tower width, d text widt
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,6 +106,22 @@ class VisionTower(nn.Module):
             for i, image in zip(members, _unshuffle(self.norm(x), size, self.config.downsample_ratio), strict=True):
                 features[i] = image
         return torch.cat(features)
+
+    def feature_counts(self, grids: Tensor) -> list[int]:
+        """How many features each image makes; grids as in `forward`."""
+        s = self.config.downsample_ratio
+        return [-(-h // s) * -(-w // s) for h, w in grids.tolist()]
+
+    def images_at(self, pixel_values: Tensor, grids: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor, int]:
+        """Of some images (see `forward`) those that make any of the features [begin, begin + count): their patches,
+        their grids, and how many of their features come before `begin`.
+        """
+        ends = list(accumulate(self.feature_counts(grids)))
+        first, last = bisect_right(ends, begin), bisect_left(ends, begin + count)
+        images = slice(first, last + 1 if count else first)
+        patches = [0, *accumulate(grids.prod(1).tolist())]
+        skipped = begin - (ends[first - 1] if first else 0)
+        return pixel_values[patches[first] : patches[len(ends[: images.stop])]], grids[images], skipped
 
 
 class Aligner(nn.Module):

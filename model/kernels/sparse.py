@@ -61,7 +61,7 @@ def _attention(
     launch(
         _forward_kernel,
         (tokens,),
-        *(q, window_kv, window_start, entries, topk_indices, sink, out, mass, lse, scale),
+        *(q, window_kv, window_start, entries, topk_indices, sink, out, mass, lse, scale, len(window_kv) - tokens),
         **_sizes(q),
         **_selection(selected),
         num_stages=2,
@@ -94,6 +94,7 @@ def _attention_backward(
         _query_backward_kernel,
         (tokens,),
         *(d_out, q, window_kv, window_start, entries, topk_indices, sink, out, lse, d_q, delta, d_sink, scale),
+        len(window_kv) - tokens,
         **_sizes(q),
         **_selection(selected),
         num_stages=1,
@@ -101,8 +102,8 @@ def _attention_backward(
     )
     launch(
         _window_backward_kernel,
-        (triton.cdiv(tokens, _keys_tile(q)),),
-        *(d_out, q, window_kv, window_start, lse, delta, d_window, scale, tokens, window),
+        (triton.cdiv(len(window_kv), _keys_tile(q)),),
+        *(d_out, q, window_kv, window_start, lse, delta, d_window, scale, tokens, window, len(window_kv) - tokens),
         **_sizes(q),
         num_stages=1,
         flops=8.0 * tokens * heads * dim * (window + _keys_tile(q) - 1),
@@ -223,6 +224,7 @@ def _forward_kernel(
     mass,
     lse,
     scale,
+    before,
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -238,8 +240,8 @@ def _forward_kernel(
     top = tl.load(sink + head, mask=head < HEADS, other=0.0).to(tl.float32) * LOG2E
     total = tl.full([HEADS_TILE], 1.0, tl.float32)
     part = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
-    for at in range(tl.load(window_start + token), token + 1, KEYS_TILE):
-        seen = at + number <= token
+    for at in range(tl.load(window_start + token) + before, token + before + 1, KEYS_TILE):
+        seen = at + number <= token + before
         keys = _load_rows(window_kv, at + number, seen, DIM, DIM_TILE)
         top, total, part = _attend(query, keys, seen, top, total, part, scale)
     topk_indices += token * SELECTED
@@ -283,6 +285,7 @@ def _query_backward_kernel(
     delta,
     d_sink,
     scale,
+    before,
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -307,8 +310,8 @@ def _query_backward_kernel(
     sink_exponent = tl.load(sink + head, mask=real, other=0.0).to(tl.float32) * LOG2E
     tl.store(d_sink + row, -tl.exp2(sink_exponent - shift) * inner, mask=real)
     total = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
-    for at in range(tl.load(window_start + token), token + 1, KEYS_TILE):
-        seen = at + number <= token
+    for at in range(tl.load(window_start + token) + before, token + before + 1, KEYS_TILE):
+        seen = at + number <= token + before
         keys = _load_rows(window_kv, at + number, seen, DIM, DIM_TILE)
         total = _add_query_gradient(total, query, grad, keys, seen, shift, inner, scale)
     if SELECTED:
@@ -429,21 +432,25 @@ def _window_backward_kernel(
     scale,
     tokens,
     window,
+    before,
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     KEYS_TILE: tl.constexpr,
 ):
-    """The gradient of a block of window keys, summed over the queries that see them."""
+    """The gradient of a block of window keys, summed over the queries that see them; `before` keys lie in front of the
+    first query's.
+    """
     first = tl.program_id(0).to(tl.int64) * KEYS_TILE
     key = first + tl.arange(0, KEYS_TILE)
     head = tl.arange(0, HEADS_TILE)
     real = head < HEADS
-    keys = _load_rows(window_kv, key, key < tokens, DIM, DIM_TILE)
+    keys = _load_rows(window_kv, key, key < tokens + before, DIM, DIM_TILE)
     total = tl.zeros([KEYS_TILE, DIM_TILE], tl.float32)
-    for token in range(first, tl.minimum(first + KEYS_TILE - 1 + window, tokens)):
-        seen = (key <= token) & (key >= tl.load(window_start + token))
+    query_from, query_to = tl.maximum(first - before, 0), first - before + KEYS_TILE - 1 + window
+    for token in range(query_from, tl.minimum(query_to, tokens)):
+        seen = (key <= token + before) & (key >= tl.load(window_start + token) + before)
         row = token * HEADS + head
         query = _load_rows(q, row, real, DIM, DIM_TILE)
         grad = _load_rows(d_out, row, real, DIM, DIM_TILE)
@@ -451,5 +458,5 @@ def _window_backward_kernel(
         inner = tl.load(delta + row, mask=real, other=0.0)
         total = _add_key_gradient(total, query, grad, keys, seen, shift, inner, scale)
     channel = tl.arange(0, DIM_TILE)[None, :]
-    here = (key < tokens)[:, None] & (channel < DIM)
+    here = (key < tokens + before)[:, None] & (channel < DIM)
     tl.store(d_window + key[:, None] * DIM + channel, total.to(d_window.dtype.element_ty), mask=here)

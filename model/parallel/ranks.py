@@ -41,11 +41,13 @@ class Parallel:
     tables: ranks that the rows of the Engram tables are split over, and with `shard_embeddings` those of the token
     embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ones may own fewer
     or none.
+    context: ranks that the tokens of a micro-batch are split over, in consecutive chunks (context parallelism).
     """
 
     experts: RankGroup = ONE_RANK
     tables: RankGroup = ONE_RANK
     shard_embeddings: bool = False
+    context: RankGroup = ONE_RANK
 
     @property
     def vocabulary(self) -> RankGroup:

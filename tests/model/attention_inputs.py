@@ -34,3 +34,15 @@ def inputs(tokens, heads, dim, window, entries, selected, documents=1, seed=0) -
 
 def leaves(arguments: dict) -> list[Tensor]:
     return [arguments[k] for k in ("q", "window_kv", "entries", "sink") if arguments[k] is not None]
+
+
+def behind(arguments: dict, cut: int, window: int) -> dict:
+    """The same inputs for the queries from `cut` on; of the window keys before it, those that they see."""
+    cut_from = {name: arguments[name] for name in ("q", "topk_indices") if arguments[name] is not None}
+    first = max(0, cut - (window - 1))
+    return {
+        **arguments,
+        **{name: tensor[cut:].detach().requires_grad_(tensor.requires_grad) for name, tensor in cut_from.items()},
+        "window_kv": arguments["window_kv"][first:].detach().requires_grad_(),
+        "window_start": arguments["window_start"][cut:] - cut,
+    }

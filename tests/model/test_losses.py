@@ -8,11 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import assert_same, gradients, no_rounding, tiny_model, tokens  # noqa: F401
+from tiny import assert_same, gradients, no_rounding, tiny_config, tiny_model, tokens  # noqa: F401
 
 import model.loss
 from model import ForwardOptions, LossDenominators, LossWeights
-from model.loss import cross_entropy_sum, next_token_targets
+from model.layout import build_layout
+from model.loss import cross_entropy_sum
 from model.sparse import CHUNK_ELEMENTS
 
 LM_ONLY = LossWeights(router_balance=0.0, indexer_kl=0.0)
@@ -129,8 +130,9 @@ def test_cross_entropy_of_nothing_is_zero() -> None:
 
 
 def test_targets() -> None:
-    labels, document = torch.tensor([5, 6, 7, 8, -100, 9]), torch.tensor([0, 0, 0, 1, 1, 1])
-    assert next_token_targets(labels, document).tolist() == [6, 7, -100, -100, 9, -100]
+    labels = torch.tensor([[5, 6, 7, 8, -100, 9], [10, 11, 12, 13, 14, 15]])
+    layout = build_layout(tiny_config().text, labels, seq_lens=torch.tensor([[3, 3], [1, 2]]))
+    assert layout.targets(labels).tolist() == [6, 7, -100, -100, 9, -100, -100, 12, -100]
 
 
 def test_training_never_builds_the_logits(monkeypatch) -> None:

@@ -119,7 +119,7 @@ def test_expert_load_counts_by_modality(layer, x) -> None:
 def test_sequence_balance_against_a_plain_loop(layer, x) -> None:
     """V3 form per document, f_e P_e, weighted by the document's length; f passes no gradient."""
     _, routing = layer(x, pack())
-    ours = sequence_balance(routing, pack())
+    ours = sequence_balance([routing], pack())
     theirs, at = torch.zeros(()), 0
     for length in LENGTHS:
         scores, indices = routing.scores[at : at + length], routing.indices[at : at + length]
@@ -137,10 +137,10 @@ def test_sequence_balance_is_lowest_when_even() -> None:
     layout = pack_of(tiny_config(), [8])
     even = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], dim=1)
     scores = torch.ones(8, 4)
-    assert sequence_balance(Routing(even, even.float(), scores, None), layout) == pytest.approx(8.0)
+    assert sequence_balance([Routing(even, even.float(), scores, None)], layout) == pytest.approx(8.0)
     crowded = torch.tensor([[0, 1]]).expand(8, 2)
     scores = torch.tensor([[1.0, 1.0, 0.0, 0.0]]).expand(8, 4)
-    assert sequence_balance(Routing(crowded, crowded.float(), scores, None), layout) == pytest.approx(16.0)
+    assert sequence_balance([Routing(crowded, crowded.float(), scores, None)], layout) == pytest.approx(16.0)
 
 
 def test_bf16_input_keeps_fp32_scores(layer, x) -> None:

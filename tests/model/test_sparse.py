@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import inputs, leaves
+from attention_inputs import behind, inputs, leaves
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,6 +43,16 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_dense(shape) -> None:
     assert_equal_to_dense(inputs(*shape), window=shape[3])
+
+
+@pytest.mark.parametrize("shape, cut", [(SHAPES[3], 30), (SHAPES[6], 101), (SHAPES[5], 64), (SHAPES[7], 20)], ids=str)
+def test_queries_behind_a_cut_see_the_keys_before_it(shape, cut: int) -> None:
+    """As they do in the whole sequence, in both ways to compute it."""
+    whole = inputs(*shape)
+    part = behind(whole, cut, window=shape[3])
+    assert len(part["window_kv"]) > len(part["q"])
+    assert_equal_to_dense(part, window=shape[3])
+    torch.testing.assert_close(dense_attention(**part)[0], dense_attention(**whole)[0][cut:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [1, 3_000, 20_000, 10**7])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import inputs, leaves
+from attention_inputs import behind, inputs, leaves
 from compare import assert_equal, close
 
 from model.sparse import dense_attention
@@ -45,6 +45,13 @@ def test_equals_dense(shape, deterministic: bool, device: str, monkeypatch) -> N
     else:
         assert not ours[1].requires_grad
         close(ours[1], theirs[1], 1e-5)
+    assert_equal(ours[:1], theirs[:1], leaves(arguments))
+
+
+@pytest.mark.parametrize("shape, cut", [(SHAPES[2], 7), (SHAPES[3], 11), (SHAPES[4], 69)], ids=str)
+def test_queries_behind_a_cut(shape, cut: int, device: str) -> None:
+    arguments = moved(behind(inputs(*shape), cut, window=shape[3]), device)
+    ours, theirs = fast.sparse_attention(**arguments, window=shape[3]), dense_attention(**arguments)
     assert_equal(ours[:1], theirs[:1], leaves(arguments))
 
 

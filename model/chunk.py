@@ -1,0 +1,130 @@
+"""Context parallelism: the layout of one rank's chunk of a micro-batch.
+
+Every rank makes the layout of all tokens and keeps its own queries, so document numbers, slots, visible ranges and
+positions are those of one process, and so is everything that is selected by them. What ranks send each other is planned
+here, on the CPU, from that layout; model/parallel/context.py sends it.
+
+Shapes: A all tokens of the micro-batch, T those of the chunk, C ranks, N entry slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from model.config import TextConfig
+from model.layout import Chunk, Entries, SequenceLayout
+from model.parallel.context import GatherPlan, HaloPlan
+from model.parallel.ranks import RankGroup
+
+
+def chunk_of(
+    layout: SequenceLayout, config: TextConfig, ranks: RankGroup, takes_feature: Tensor | None = None
+) -> SequenceLayout:
+    """This rank's part of a layout: its tokens are cut into equal consecutive chunks, one for each rank.
+
+    takes_feature bool [B, S]: the tokens that stand for a feature of an image (None: there is no image). Raises
+    ValueError if there are fewer tokens than ranks.
+    """
+    if layout.tokens < ranks.size:
+        raise ValueError(
+            f"a micro-batch of {layout.tokens} tokens cannot be split over the {ranks.size} ranks of "
+            "parallel.context_parallel: each needs one"
+        )
+    device, layout = layout.position.device, layout.to(torch.device("cpu"))
+    cuts = torch.arange(ranks.size + 1) * layout.tokens // ranks.size
+    start, stop = int(cuts[ranks.rank]), int(cuts[ranks.rank + 1])
+    own = slice(start, stop)
+    place = torch.arange(layout.tokens) if layout.gather is None else layout.gather
+    before = slice(max(0, start - (config.engram_max_ngram_size - 1) * bool(config.engram_layer_ids)), start)
+    chunk = Chunk(
+        ranks=ranks,
+        window=_halo(layout.window_start[cuts[:-1]], cuts, ranks.rank),
+        lookback=place[before],
+        lookback_image=None if layout.image is None else layout.image[before],
+        feature_slots=_feature_slots(takes_feature, place, start, stop),
+    )
+    return replace(
+        layout,
+        gather=place[own],
+        document=layout.document[own],
+        document_start=layout.document_start[own] - start,
+        window_start=layout.window_start[own] - start,
+        decoder_window_start=layout.decoder_window_start[own] - start,
+        position=layout.position[own],
+        image=None if layout.image is None else layout.image[own],
+        phasors=layout.phasors[own],
+        phasors_yarn=layout.phasors_yarn[own],
+        entries={
+            ratio: _own_entries(entries, layout.document_lengths, cuts, ranks.rank)
+            for ratio, entries in layout.entries.items()
+        },
+        chunk=chunk,
+    ).to(device)
+
+
+def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank: int) -> Entries:
+    """Entries of a chunk: an entry is computed by the rank that has its last token."""
+    ranks, start, stop = len(cuts) - 1, int(cuts[rank]), int(cuts[rank + 1])
+    used = _used_slots(entries, document_lengths)
+    first, last = entries.members[used, 0], entries.members[used, -1]
+    owner = torch.searchsorted(cuts, last, right=True) - 1
+    counts = owner.bincount(minlength=ranks)
+    begins = counts.cumsum(0) - counts  # each rank's first entry, among the used ones
+    capacity = max(1, int(counts.max()))
+    row = owner * capacity + torch.arange(len(used)) - begins[owner]
+    place = torch.zeros(entries.slots, dtype=torch.int64).index_copy(0, used, row)
+    slot = torch.full((ranks * capacity,), -1).index_copy(0, row, used)
+    # a group's first token may lie before the chunk; every rank knows that of every other
+    needed_from = cuts[:-1].clone()
+    has = counts > 0
+    needed_from[has] = needed_from[has].minimum(first[begins[has]])
+    halo = _halo(needed_from, cuts, rank)
+    own = slot[rank * capacity : (rank + 1) * capacity]
+    members = torch.where(own[:, None] < 0, 0, entries.members[own] - (start - halo.tokens))
+    return replace(
+        entries,
+        members=members,
+        phasors=entries.phasors[own.clamp(min=0)],
+        visible_from=entries.visible_from[start:stop],
+        visible_to=entries.visible_to[start:stop],
+        host_from=entries.host_from[start:stop],
+        host_to=entries.host_to[start:stop],
+        halo=halo,
+        gathered=GatherPlan(capacity, place, slot),
+    )
+
+
+def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
+    """int64, ascending: the slots that hold an entry."""
+    count = document_lengths // entries.ratio
+    slot_start = entries.visible_from[document_lengths.cumsum(0) - document_lengths]
+    begins = count.cumsum(0) - count
+    return torch.repeat_interleave(slot_start - begins, count) + torch.arange(int(count.sum()))
+
+
+def _halo(needed_from: Tensor, cuts: Tensor, rank: int) -> HaloPlan:
+    """needed_from int64 [C]: the first token before its chunk that each rank needs (its chunk's first: none). A rank
+    gets rows from as many ranks before it as that takes.
+    """
+    needs, bounds = needed_from.tolist(), cuts.tolist()
+    chunks = list(pairwise(bounds))
+    sent = [_common(chunks[rank], (need, cut)) for need, cut in zip(needs, bounds[:-1], strict=True)]
+    received = [_common(chunk, (needs[rank], bounds[rank])) for chunk in chunks]
+    index = torch.cat([torch.arange(span.start, span.stop) for span in sent]) - bounds[rank]
+    return HaloPlan(index, tuple(map(len, sent)), tuple(map(len, received)))
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
+    begin = max(one[0], other[0])
+    return range(begin, max(begin, min(one[1], other[1])))
+
+
+def _feature_slots(takes: Tensor | None, place: Tensor, start: int, stop: int) -> tuple[int, int, int]:
+    if takes is None:
+        return 0, 0, 0
+    takes = takes.cpu().reshape(-1)[place]
+    return int(takes[:start].sum()), int(takes[start:stop].sum()), int(takes.sum())

@@ -1,0 +1,291 @@
+"""A micro-batch split over the ranks of context parallelism against one process that has it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import model.attention
+import model.moe
+from model import DeepseekV41, ForwardOptions, LossDenominators, LossWeights, load_pretrained
+from model.layout import SequenceLayout
+from model.parallel import context
+from model.parallel.context import HaloPlan
+from model.parallel.ranks import Parallel, RankGroup
+from tests import processes
+from tests.model.golden_files import INPUTS
+from tests.model.test_parallel import GOLDEN, assembled, part_of, ranks_of
+from tests.model.tiny import (  # noqa: F401
+    assert_same,
+    image_batch,
+    no_rounding,
+    switch_rounding_off,
+    tiny_model,
+    tokens,
+)
+
+pytestmark = pytest.mark.distributed
+
+NOISE = {"atol": 2e-6, "rtol": 2e-5}
+# Of tiny.py: a window of 6 tokens, groups of 2 tokens and of 1; with 32 tokens on two ranks the cut is before token 16.
+ROWS: dict[str, list[list[int]]] = {
+    "one document": [[32]],
+    "inside a group": [[3, 29]],
+    "inside a window": [[13, 19]],
+    "at the cut": [[16, 16]],
+    "before a one-token document": [[16, 1, 15]],
+    "behind a one-token document": [[15, 1, 16]],
+    "chunks of the window's length": [[12]],
+    "chunks shorter than the window": [[7]],
+    "one token each": [[1] * 12],
+    "no entry": [[1, 1, 1, 1]],
+    "two rows with padding": [[20, 5, 0], [9, 1, 17]],
+}
+
+
+def text(seq_lens: list[list[int]]) -> dict[str, Tensor]:
+    """Rows of documents, one token in four unsupervised."""
+    lengths = torch.tensor(seq_lens)
+    ids = tokens(len(lengths), int(lengths.sum(1).max()) + (len(lengths) > 1), seed=len(seq_lens[0]))
+    dropped = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.25
+    return {"input_ids": ids, "labels": ids.masked_fill(dropped, -100), "seq_lens": lengths}
+
+
+BATCHES = {name: text(lens) for name, lens in ROWS.items()} | {
+    # START at 2, two rows of two features each with a NEWLINE, END at 9; the second at 10 to 19; 24 tokens, cut at 12
+    "image across the cut": image_batch([(6, 5), (6, 6)], 24),
+    "images on one side": image_batch([(3, 5)], 24),
+}
+# The batches of the groups of ranks, what is split over how many ranks, and options of the model.
+Case = tuple[list[str], dict[str, Any], dict[str, Any]]
+
+
+def model_of(layout: dict[str, Any], how: dict[str, Any]) -> DeepseekV41:
+    """The tiny model, or this rank's part of it."""
+    options = {name: value for name, value in how.items() if name != "vision"}
+    weights = LossWeights(router_balance=0.1, indexer_kl=0.5)
+    whole = tiny_model(ForwardOptions(**options), loss_weights=weights, engram=True, vision=how.get("vision", False))
+    if not layout:
+        return whole
+    groups = {name: ranks_of(layout.get(name, 1)) for name in ("experts", "tables", "context")}
+    return part_of(whole, Parallel(**groups, shard_embeddings=layout.get("shard_embeddings", False)))
+
+
+def step(built: DeepseekV41, batch: dict[str, Tensor], denominators: LossDenominators) -> dict[str, Any]:
+    """Two passes, so that several graphs are in flight, and what the first selected."""
+    passes = [built.losses(**batch, denominators=denominators) for _ in range(2)]
+    for losses in passes:
+        losses.total.backward()
+    given = ("pixel_values", "image_grid_hws", "vision_token_types")
+    with torch.no_grad():
+        layout = built.lay_out(**batch)
+        trace = built.run_backbone(batch["input_ids"], layout, *(batch.get(name) for name in given))
+    shared = [block.shared for block in trace.blocks]
+    return {
+        "sums": {name: value.detach() for name, value in passes[0]._asdict().items()},
+        "gradients": {name: parameter.grad for name, parameter in built.named_parameters()},
+        "selected": [state.topk_indices for state in shared if state.topk_indices is not None],
+        "candidates": [state.candidates for state in shared if state.candidates is not None],
+        "hidden": trace.hidden,
+        "places": {
+            name: (parameter.shard.start, parameter.shard.stop)
+            for name, parameter in built.named_parameters()
+            if hasattr(parameter, "shard")
+        },
+    }
+
+
+@contextmanager
+def without(exchange: str | None) -> Iterator[None]:
+    """One of the exchanges left out, as a mistake in the code might."""
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange in ("window", "open group", "gradient of the halo"):
+            own = model.attention.with_halo
+
+            def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
+                found = own(tensors, plan, ranks)
+                if (exchange, len(tensors)) in (("window", 1), ("open group", 2)):
+                    return tuple(torch.cat([x[: plan.tokens] * 0, x[plan.tokens :]]) for x in found)
+                if exchange == "gradient of the halo":
+                    return tuple(torch.cat([x[: plan.tokens].detach(), x[plan.tokens :]]) for x in found)
+                return found
+
+            patch.setattr(model.attention, "with_halo", with_halo)
+        elif exchange == "entries":
+            patch.setattr(context.dist, "all_gather_single", lambda out, rows, group: out.zero_())
+        elif exchange == "gradient of the entries":
+            patch.setattr(context.dist, "reduce_scatter_single", lambda own, rows, group: own.copy_(rows[: len(own)]))
+        elif exchange == "document sums":
+            patch.setattr(model.moe, "sum_over", lambda counts, ranks: counts)
+        elif exchange == "look-back":
+            lost = SequenceLayout.flatten_with_lookback
+            patch.setattr(SequenceLayout, "flatten_with_lookback", lambda *given: lost(*given).index_fill(
+                0, torch.arange(len(given[0].chunk.lookback)), 5))  # fmt: skip
+        elif exchange == "next label":
+            patch.setattr(SequenceLayout, "targets", own_labels)
+        yield
+
+
+EXCHANGES = ("window", "open group", "gradient of the halo", "entries", "gradient of the entries", "document sums",
+             "look-back", "next label")  # fmt: skip
+
+
+def own_labels(layout: SequenceLayout, labels: Tensor) -> Tensor:
+    flat = layout.flatten(labels)
+    return torch.cat([flat[1:], flat.new_full((1,), -100)]).masked_fill(
+        layout.position + 1 == layout.document_lengths[layout.document], -100
+    )
+
+
+def train(rank: int, some: list[Case], missing: Sequence[str | None]) -> list[dict[str, Any]]:
+    """A step of every case on this rank. `missing`: an exchange to leave out in each, or None. Groups of ranks that
+    share rows have the batches of a case in turn.
+    """
+    switch_rounding_off(setattr)
+    found = []
+    for (names, layout, how), exchange in zip(some, missing, strict=True):
+        built = model_of(layout, how)
+        batch = BATCHES[names[rank // layout["context"]]]
+        counted = built.loss_denominators(**batch).to_tensor()
+        torch.distributed.all_reduce(counted)
+        with without(exchange):
+            found.append(step(built, batch, LossDenominators.from_tensor(counted)))
+    return found
+
+
+def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """Whether the ranks together did what one process does with the batches one after another."""
+    names, layout, how = case
+    each = alone(tuple(names), tuple(how.items()))
+    size = layout["context"]
+    for number, expected in enumerate(each):
+        group = ranks[number * size : (number + 1) * size]
+        torch.testing.assert_close(torch.cat([rank["hidden"] for rank in group]), expected["hidden"], **NOISE)
+        for key in ("selected", "candidates"):
+            assert {len(rank[key]) for rank in group} == {len(expected[key])}
+            for at, whole in enumerate(expected[key]):
+                parts = torch.cat([rank[key][at] for rank in group])
+                assert torch.equal(parts.sort(-1).values, whole.sort(-1).values), key
+        for key, whole in expected["sums"].items():
+            ours = sum(rank["sums"][key] for rank in group)
+            torch.testing.assert_close(ours, whole, **NOISE, msg=lambda text, key=key: f"{key}: {text}")
+    shapes = {name: parameter.shape for name, parameter in model_of({}, how).named_parameters()}
+    # Engram's gate has a slope of up to 500 where a stream and its memory are nearly orthogonal
+    assert_same(assembled(ranks, shapes), assembled(each, shapes), 5e-4)
+
+
+@cache
+def alone(names: tuple[str, ...], how: tuple[tuple[str, Any], ...]) -> list[dict[str, Any]]:
+    """What one process finds for each of the batches of a step."""
+    built = model_of({}, dict(how))
+    counted = sum(built.loss_denominators(**BATCHES[name]).to_tensor() for name in names)
+    return [step(model_of({}, dict(how)), BATCHES[name], LossDenominators.from_tensor(counted)) for name in names]
+
+
+def compare_all(size: int, some: list[Case]) -> None:
+    for case, *ranks in zip(some, *processes.run(size, train, some, [None] * len(some)), strict=True):
+        try:
+            compare(case, ranks)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+PLAIN = {"context": 2}
+SPLIT = {**PLAIN, "experts": 2, "tables": 2, "shard_embeddings": True}
+
+
+def test_two_ranks_equal_one_process(no_rounding) -> None:  # noqa: F811
+    """Hidden states, selections, candidates, losses and gradients."""
+    vision, recompute = {"vision": True}, {"recompute": True}
+    some: list[Case] = [(["inside a group"], PLAIN, {}), (["two rows with padding"], SPLIT, recompute)]
+    compare_all(2, [*some, (["image across the cut"], PLAIN, vision)])
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_process_wherever_the_cut_is(no_rounding) -> None:  # noqa: F811
+    others = [
+        (SPLIT, {"recompute": True}),
+        (PLAIN, {"attention": "dense", "recompute": True}),
+        (PLAIN, {"decoder_replay": True}),
+        (PLAIN, {"train_indexer": False}),
+    ]
+    mixed = ("inside a group", "two rows with padding")
+    cases: list[Case] = [([name], PLAIN, {"vision": name not in ROWS}) for name in BATCHES]
+    compare_all(2, cases + [([name], layout, how) for name in mixed for layout, how in others])
+
+
+@pytest.mark.slow
+def test_four_ranks_equal_one_process(no_rounding) -> None:  # noqa: F811
+    """One group of four, whose chunks can be shorter than the window, and two groups of two with rows of their own."""
+    cases = [([name], {"context": 4}, {"vision": name not in ROWS}) for name in BATCHES]
+    parts = {"experts": 4, "tables": 4, "shard_embeddings": True}
+    cases += [([name], {"context": 4, **parts}, {"recompute": True}) for name in ("inside a group", "one token each")]
+    groups = ["inside a group", "two rows with padding"]
+    for split in ({}, {"experts": 2, "tables": 2}, parts):
+        cases += [(groups, {"context": 2, **split}, {"recompute": bool(split)})]
+    compare_all(4, cases)
+
+
+def test_each_exchange_is_needed(no_rounding) -> None:  # noqa: F811
+    """Left out on purpose, every one of them makes the comparison fail."""
+    case: Case = (["inside a group"], {"context": 2}, {})
+    some, missing = [case] * (len(EXCHANGES) + 1), [None, *EXCHANGES]
+    for exchange, *ranks in zip(missing, *processes.run(2, train, some, missing), strict=True):
+        if exchange is None:
+            compare(case, ranks)
+            continue
+        try:
+            compare(case, ranks)
+        except AssertionError:
+            continue
+        pytest.fail(f"nothing differs without this exchange: {exchange}")
+
+
+def golden(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of this rank's tokens (zero elsewhere), and its loss and targets, in a golden case."""
+    built = load_pretrained(GOLDEN, parallel=Parallel(context=ranks_of(2)))
+    inputs = golden_inputs()
+    with torch.no_grad():
+        logits = built(**inputs).logits
+        losses = built.losses(**inputs, denominators=built.loss_denominators(**inputs))
+    return logits, losses.lm_sum, losses.supervised
+
+
+def golden_inputs() -> dict[str, Tensor]:
+    inputs = load_file(GOLDEN / "inputs.safetensors")
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    return {key: inputs[key] for key in INPUTS if key in inputs}
+
+
+def test_golden_case() -> None:
+    """Images, Engram and padding in chunks on two ranks against another implementation (see test_golden.py)."""
+    expected = load_file(GOLDEN / "expected.safetensors")
+    real = golden_inputs()["attention_mask"].bool()
+    (logits, nats, targets), (other, more, others) = processes.run(2, golden)
+    assert logits[real].any(-1).any() and other[real].any(-1).any() and not (logits * other).any()
+    assert ((logits + other)[real] - expected["logits"][real]).abs().max() <= 1e-4
+    assert abs((nats + more) / (targets + others) - expected["loss"]) <= 1e-5
+
+
+def test_fewer_tokens_than_ranks_are_refused() -> None:
+    built = tiny_model()
+    built.parallel = Parallel(context=RankGroup(None, 1, 4))
+    with pytest.raises(ValueError, match=r"3 tokens cannot be split over the 4 ranks of parallel.context_parallel"):
+        built.lay_out(tokens(1, 3))
+
+
+def test_a_wrong_number_of_image_tokens_is_refused_in_a_chunk() -> None:
+    built = tiny_model(vision=True)
+    built.parallel = Parallel(context=RankGroup(None, 0, 2))
+    batch = BATCHES["images on one side"]
+    types = batch["vision_token_types"].masked_fill(batch["vision_token_types"] == 2, 1)
+    layout = built.lay_out(batch["input_ids"], vision_token_types=types)
+    with pytest.raises(ValueError, match="the batch has 3 IMAGE tokens but its images make 2"):
+        built.run_backbone(batch["input_ids"], layout, batch["pixel_values"], batch["image_grid_hws"], types)
