@@ -43,7 +43,7 @@ A misspelt key or a wrong value is refused before anything is built, with every 
 `task.tokens` of an experiment, lower `optim.schedule.constant_until_tokens` too: the learning rate decays between them.
 
 The column *default* shows what `task=pretrain` gives without an experiment; in the sections
-`rl` and `dspark`, what `task=rl` and `task=dspark` give.
+`rl`, `dspark` and `plan`, what `task=rl`, `task=dspark` and `task=plan` give.
 Other tasks and presets set other values: see [presets](#presets).
 """
 # Words that read better than the name of a type.
@@ -64,6 +64,7 @@ def page() -> str:
     """The whole page."""
     plain, learning = _composed("task=pretrain"), _composed("task=rl", "rollout=sglang")
     values = {**plain, "rl": learning["rl"], "dspark": _composed("task=dspark")["dspark"]}
+    values["plan"] = _composed("task=plan")["plan"]
     text = [HEAD]
     for title, cls, value in _sections(Config, "", values):
         text.append(_section(title, cls, value))

@@ -229,9 +229,9 @@ def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool) -> dict[s
     """
     text = config.text
     held: dict[str, float] = {}
-    blocks = [_block_saves(text, layer, bf16) for layer in range(text.num_hidden_layers)]
+    blocks = [block_saves(text, layer, bf16) for layer in range(text.num_hidden_layers)]
     if recompute:
-        held["block inputs"] = sum(_block_inputs(text, layer, bf16) for layer in range(text.num_hidden_layers))
+        held["block inputs"] = sum(block_inputs(text, layer, bf16) for layer in range(text.num_hidden_layers))
         held[RECOMPUTED] = max(sum(block.values()) for block in blocks)
     else:
         for block in blocks:
@@ -239,6 +239,14 @@ def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool) -> dict[s
                 held[part] = held.get(part, 0.0) + size
     held["losses"] = _loss_saves(text, bf16)
     return held
+
+
+def expert_row_bytes(config: TextConfig, bf16: bool) -> int:
+    """Of the bytes per token that `block_saves` counts for the routed experts, those of the rows that the experts of a
+    rank received: inputs, gate, up and hidden, k rows a token on average over ranks.
+    """
+    width = 2 if bf16 else 4
+    return width * config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
 
 
 def head_gradient_bytes(config: ModelConfig) -> int:
@@ -260,7 +268,7 @@ def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
-def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
+def block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     """Bytes per token that one block saves for its backward, by part, in the order of its forward."""
     n, d, f, k = c.hc_mult, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), 2 if bf16 else 4
@@ -287,7 +295,7 @@ def _block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     return saved
 
 
-def _block_inputs(c: TextConfig, layer: int, bf16: bool) -> float:
+def block_inputs(c: TextConfig, layer: int, bf16: bool) -> float:
     """Bytes per token that a checkpointed block keeps: what enters it, and what its outputs add for later layers."""
     width, ratio = 2 if bf16 else 4, c.ratio(layer)
     size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult + 4 * c.n_routed_experts

@@ -30,10 +30,11 @@ from train.distributed.launch import launch
 from train.distributed.launchers import run_to_the_end
 from train.distributed.world import World
 from train.loop import train_step
-from train.tasks.plan import plan
+from train.planning.resources import plan
+from train.planning.traffic import GRADIENTS, UPDATES
 
 RANKS = 2
-GRADIENTS = ("all-reduce of gradients", "updated weights")  # what the engine and the optimizer send
+BY_STEP = (GRADIENTS, UPDATES)  # what the engine and the optimizer send
 # name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings
 LAYOUTS = {
     "experts over 2": (2, 1, False),
@@ -46,7 +47,8 @@ MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched
 def configure(folder: Path, layout: str) -> Config:
     experts, tables, embeddings = LAYOUTS[layout]
     given = [
-        "model=tiny", "optim=report", "task.seq_len=64", "task.micro_batch=4", "task.global_batch_rows=8",
+        "task=plan", "plan.load_factor=1.0", "model=tiny", "optim=report",
+        "task.seq_len=64", "task.micro_batch=4", "task.global_batch_rows=8",
         "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={RANKS}",
         f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
         f"parallel.shard_embeddings={str(embeddings).lower()}",
@@ -151,7 +153,7 @@ def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]
         p = plan(configure(folder, layout))
         terms = {"weights": sum(p.weights.values()), "gradients": sum(p.gradients.values())}
         terms |= {f"optimizer state, {method}": size for method, size in p.state.items()}
-        terms["sent for experts and tables"] = sum(p.traffic[kind] for kind in p.traffic if kind not in GRADIENTS)
+        terms["sent for experts and tables"] = sum(p.traffic[kind] for kind in p.traffic if kind not in BY_STEP)
         state = [sum(held[term] for term in held if term.startswith("optimizer state")) for held in ranks]
         both[layout] = terms, ranks[state.index(max(state))]
     return both

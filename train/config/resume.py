@@ -35,6 +35,7 @@ CHANGEABLE = (
     "parallel.table_shards",
     "parallel.shard_embeddings",
     "parallel.gpu_memory_gib",
+    "parallel.hardware.",
     "runtime.frozen",
     "runtime.recompute",
     "optim.schedule.",

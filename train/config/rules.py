@@ -45,6 +45,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"init_from"}, problem("init_from", None, rule, remedy)
     yield from _rl_rules(config)
     yield from _dspark_rules(config)
+    yield from _plan_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
     if config.logger.wandb and not _is_installed("wandb"):
         rule, remedy = "wandb is not installed", "Install it (pip install wandb), or use logger=local"
@@ -127,6 +128,17 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
 
 
+def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    plans = config.task.kind == "plan"
+    if (config.plan is None) == plans:
+        rule = "is what task=plan needs" if plans else f"has no effect with task={config.task.kind}"
+        remedy = "Use task=plan, or leave it out"
+        yield {"plan", "task.kind"}, problem("plan", None if plans else "...", rule, remedy)
+    if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
+        rule = "the backbone of a drafter is not trained"
+        yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
+
+
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     known = [*ModelConfig().to_dict(), "quantization_config"]
     misplaced = {field.name for field in fields(TextConfig)}  # ModelConfig refuses these itself and keeps unknown keys
@@ -179,13 +191,10 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"lora.targets"}, problem("lora.targets", lora.targets, rule, remedy)
     if not lora.on:
         return
-    if config.task.kind == "plan":
-        rule = "task=plan cannot plan the memory of a LoRA run"
-        yield {"lora.targets"}, problem("lora.targets", lora.targets, rule, "Leave lora out")
     if config.init_from is None and config.task.kind != "plan":
         rule, remedy = "LoRA needs the trained weights of a checkpoint", "Name the checkpoint: init_from=..."
         yield {"lora.targets", "init_from"}, problem("lora.targets", lora.targets, rule, remedy)
-    if config.optim.rules != "adamw":
+    if config.optim.rules != "adamw" and config.task.kind != "plan":
         rule = "has no effect with LoRA, whose adapters are always trained by AdamW"
         yield {"optim.rules"}, problem("optim.rules", config.optim.rules, rule, "Use optim=adamw")
     if "indexer" in lora.targets and not config.runtime.train_indexer:

@@ -20,6 +20,7 @@ from data import DataConfig
 from model import ForwardOptions, LossWeights
 from optim import Schedule, Settings
 from train.config.dspark import DsparkConfig
+from train.config.plan import PlanConfig
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
 from train.config.tasks import known_task
@@ -116,6 +117,17 @@ class CheckpointConfig:
 
 
 @dataclass(config=STRICT, frozen=True)
+class HardwareConfig:
+    """What task=plan estimates seconds with. Rates are those of one GPU, in one direction; GB are 10^9 bytes."""
+
+    gpus_per_node: PositiveInt
+    tflops: PositiveFloat  # of bf16 products, as training reaches them
+    peak_tflops: PositiveFloat  # of bf16 products without sparsity, as the maker states them: what MFU is relative to
+    network_gb_s: PositiveFloat  # to other nodes
+    node_gb_s: PositiveFloat  # to GPUs of the same node
+
+
+@dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
     """Device, precision, number of processes and timeouts. ``train/distributed/__init__.py`` explains the processes."""
 
@@ -129,6 +141,7 @@ class ParallelConfig:
     heartbeat_timeout: PositiveFloat  # seconds of silence after which a process counts as lost
     start_timeout: PositiveFloat  # seconds within which all processes must start after the first one
     collective_timeout: PositiveFloat  # time limit in seconds of one collective call; a lost process is noticed earlier
+    hardware: HardwareConfig
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -159,6 +172,7 @@ class Config:
     logger: LoggerConfig
     rl: RlConfig | None  # task=rl and task=distill only
     dspark: DsparkConfig | None  # task=dspark only
+    plan: PlanConfig | None  # task=plan only
     init_from: str | None  # checkpoint whose weights, model configuration and tokenizer the run starts from
 
     @property

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from model import ModelConfig, build_drafter, build_model
+from model.build import allocate_model
+from model.checkpoint.load import parameter_packing
+from model.packed import held_bytes
 from optim.muon import orthogonalize
 from train.build import build
 from train.config.compose import CONF_DIR
 from train.config.parse import parse
 from train.config.problems import ConfigError
+from train.config.schema import Config
 from train.loop import train_step
-from train.tasks.plan import GIB, Item, ResourcePlan, owned, plan, report, update_flops
+from train.lora.inject import add_adapter
+from train.planning.items import Item, owned, update_flops
+from train.planning.memory import exchange_bytes
+from train.planning.report import report
+from train.planning.resources import GIB, ResourcePlan, plan
+
+DRAFTER = {
+    "num_nextn_predict_layers": 1,
+    "dspark_block_size": 3,
+    "dspark_noise_token_id": 60,
+    "dspark_target_layer_ids": [2, 4, 5],
+    "dspark_markov_rank": 6,
+    "dspark_n_routed_experts": 6,
+    "dspark_num_experts_per_tok": 3,
+}
+
+
+@pytest.fixture
+def make_config(make_config) -> Callable[..., Config]:
+    """The tiny run as task=plan sees it, without reserve."""
+    return lambda *changes: make_config("task=plan", "optim=adamw", "plan.reserve_gib=0", *changes)
 
 
 @pytest.mark.parametrize("rules", ["report", "adamw"])
@@ -56,7 +82,7 @@ def test_experts_and_tables_are_split(make_config) -> None:
     assert four.weights["embedding and head"] == 0
     assert split.weights == {**four.weights, "dense": four.weights["dense"] - 4 * moved, "embedding and head": moved}
     assert moved == 2 * 512 * 32 * 4 / 4
-    assert split.working["the gathered head"] == 4 * moved / 2
+    assert split.working["the gathered head"] == 2 * 4 * moved / 2
     assert "the gathered head" not in four.working and "fetched table rows" not in one.working
 
 
@@ -75,6 +101,69 @@ def test_muon_flops_are_those_of_the_products_run() -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(3, 20, 12))
     assert update_flops(Item("dense", "muon", 1, 720, 1, ((3, 20, 12),)), 11) == counter.get_total_flops()
+
+
+def test_an_adapter_beside_packed_weights(make_config) -> None:
+    """The factors are those that are really added, and frozen weights take the bytes of a packed model."""
+    config = make_config("lora=all", "lora.targets=[attention,shared_experts,experts,compressor,engram,embed,head]")
+    planned = plan(config)
+    model_config = ModelConfig.from_dict(config.model)
+    packed = allocate_model(model_config, None, None, "meta", torch.float32, packing_of=parameter_packing)
+    dense = sum(held_bytes(p) for p in packed.parameters())
+    assert sum(planned.weights.values()) - planned.weights["adapter"] == dense
+    assert dense < sum(4 * p.numel() for p in packed.parameters()) / 2
+    model = build_model(model_config, token_map=torch.arange(512))
+    add_adapter(model, config.lora, 0)
+    factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert planned.weights["adapter"] == planned.gradients["adapter"] == _bytes(factors.values())
+    assert sum(planned.gradients.values()) == planned.gradients["adapter"]
+    assert planned.state["adamw"] == 2 * planned.weights["adapter"]
+    thin = plan(make_config("lora=attention", "lora.rank=1"))
+    assert 0.6 < thin.useful_flops / plan(make_config()).useful_flops < 0.85  # no gradients of frozen weights
+    assert "the head's gradient in the loss" in planned.working
+    assert "the head's gradient in the loss" not in thin.working
+
+
+def test_a_drafter_beside_a_frozen_model(make_config) -> None:
+    shape = {**DRAFTER, "compress_ratios": [0, 2, 2, 1, 1, 1, 0]}
+    changes = [f"++model.text_config.{key}={value}".replace(" ", "") for key, value in shape.items()]
+    config = make_config("plan.job=dspark", *changes)
+    planned, model_config = plan(config), ModelConfig.from_dict(config.model)
+    packed = allocate_model(model_config, None, None, "meta", torch.float32, packing_of=parameter_packing)
+    drafter = build_drafter(packed, 0)
+    assert sum(planned.gradients.values()) == _bytes(drafter.parameters())
+    assert sum(planned.weights.values()) == _bytes(drafter.parameters()) + sum(map(held_bytes, packed.parameters()))
+    assert planned.useful_flops < plan(make_config()).useful_flops
+
+
+def test_uneven_routing_and_the_reserve_are_counted(make_config) -> None:
+    """Tiny model: 6 layers, d 32, f 32, k 2; a pass has 64 tokens on a rank of 4."""
+    even, uneven = (_layout(make_config(f"plan.load_factor={factor}"), 4, 2, 4) for factor in ("1.0", "3.0"))
+    row = 64 * 2 * 4
+    assert plan(uneven).working["activations: uneven routing"] == 2 * 6 * row * (32 + 3 * 32)
+    text = plan(even).model.config.text
+    (few,), (more,) = (exchange_bytes(config, text, 64).values() for config in (even, uneven))
+    assert few == row * 32 * (1 + 1 + 1) and more - few == 2 * row * 32
+    assert plan(make_config("plan.load_factor=3.0")).working == plan(make_config()).working  # one process: no exchange
+    assert plan(make_config("plan.reserve_gib=6")).total == plan(make_config()).total + 6 * GIB
+
+
+def test_seconds_for_stated_rates(make_config) -> None:
+    """Two nodes of two GPUs: experts stay in a node, tables and gradients cross."""
+    rates = ("tflops=2e-3", "peak_tflops=4e-3", "network_gb_s=1e-3", "node_gb_s=1e-2", "gpus_per_node=2")
+    p = plan(_layout(make_config(*(f"parallel.hardware.{rate}" for rate in rates)), 4, 2, 4))
+    assert p.sent["all-to-all, experts"].inside == 1 and p.sent["all-to-all, Engram tables"].inside == 1 / 3
+    dense, experts = (
+        p.gradients["dense"] * 3 / 4,
+        p.gradients["experts"] / 2,
+    )  # held four times, and twice, by rank 0, 2
+    assert p.traffic["all-reduce of gradients"] == 2 * (dense + experts)
+    assert p.sent["all-reduce of gradients"].inside == pytest.approx(dense / 2 / (dense + experts))
+    assert p.time.arithmetic == pytest.approx((p.step_flops + sum(p.optimizer_flops.values())) / 2e9)
+    away = p.traffic["all-to-all, Engram tables"] * 2 / 3 + 3 * (dense / 2 + experts)
+    assert p.time.network == pytest.approx(away / 1e6)
+    assert p.time.node == pytest.approx((sum(p.traffic.values()) - away) / 1e7)
+    assert p.tokens_per_second(2.0) == 4 * 64 / 2 and p.mfu(2.0) == p.useful_flops / 8e9
 
 
 def test_traffic_of_the_all_to_alls(make_config) -> None:
@@ -98,7 +187,7 @@ def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
 
     need = plan(make_config()).total / GIB
     found, (_, fits) = last_lines(f"parallel.gpu_memory_gib={need * 1.01}")
-    assert fits.startswith(f"FITS: needs {need:.2f} of {need * 1.01:g} GiB on a GPU.")
+    assert fits.startswith(f"FITS: needs {need:.2f} of {need * 1.01:g} GiB on a GPU, {need * 0.01:.2f} GiB are left.")
     found, (tight, _) = last_lines(f"parallel.gpu_memory_gib={need * 0.99}")
     activations = sum(size for name, size in found.terms.items() if name.startswith("activations"))
     largest = f"Largest: activations, {activations / GIB:.2f} GiB."

@@ -1,0 +1,129 @@
+"""What a plan is about, whatever the layout: a model on the meta device, its parameters, and its FLOPs a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, count
+from model.config import drafter_problems
+from model.count import Flops
+from train.build import build_optimizer, freeze
+from train.config.compose import composed
+from train.config.dspark import DsparkConfig
+from train.config.plan import PlanConfig
+from train.config.problems import ConfigError, problem
+from train.config.schema import Config
+from train.errors import user_errors
+from train.planning.items import (
+    ADAPTER,
+    FP32,
+    Parameter,
+    adapter_parameters,
+    frozen_parameters,
+    stored_bytes,
+    trained_parameters,
+)
+
+UNSPLIT = ("attention over keys", "index scores", "indexer loss")  # FLOPs that belong to no weight
+
+
+@dataclass(frozen=True)
+class Job:
+    """``parameters``: all that a rank could hold, the trained ones first in the optimizer's order; ``costs``: FLOPs per
+    token, by part; ``teacher_bytes``: of a frozen model that every process holds whole.
+    """
+
+    model: DeepseekV41
+    drafter: Drafter | None
+    dspark: DsparkConfig | None
+    parameters: list[Parameter]
+    costs: dict[str, Flops]
+    teacher_bytes: int
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights are not trained."""
+        return all(p.method is None for p in self.parameters if p.part in ("embedding", "attention"))
+
+    @property
+    def head_gradient(self) -> bool:
+        """Whether the loss makes a gradient of the whole head."""
+        return any(p.method for p in self.parameters if p.part == "head" or p.name.startswith("head."))
+
+    @property
+    def packed_names(self) -> set[str]:
+        return {p.name for p in self.parameters if p.packing}
+
+
+def settings(config: Config) -> PlanConfig:
+    """The ``plan`` section, which task=plan has."""
+    assert config.plan is not None
+    return config.plan
+
+
+def job_of(config: Config) -> Job:
+    """The job of a configuration. Raises ``ConfigError`` for what cannot be."""
+    kind = settings(config).job
+    with user_errors():
+        model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
+        costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
+        packed = config.runtime.frozen == "packed"
+        drafter, dspark, teacher = None, None, 0
+        if kind == "dspark":
+            drafter, dspark = _drafter(model), DsparkConfig(**composed("task=dspark")["dspark"])
+            optimizer = build_optimizer(replace(config, dspark=dspark), model.config, drafter)
+            parameters = [*trained_parameters(drafter, optimizer), *frozen_parameters(model, packed)]
+            costs = _drafter_costs(model, drafter, dspark, costs)
+        elif config.lora.on:
+            adapter = list(adapter_parameters(model, config.lora))
+            parameters = [*adapter, *frozen_parameters(model, packed)]
+            costs = _adapter_costs(model, adapter, costs)
+        else:
+            freeze(config, model)
+            parameters = list(trained_parameters(model, build_optimizer(config, model.config, model)))
+        if kind == "distill":
+            teacher = _teacher_bytes(model, packed, 2 if config.parallel.precision == "bf16" else FP32)
+    return Job(model, drafter, dspark, parameters, costs, teacher)
+
+
+def _drafter(model: DeepseekV41) -> Drafter:
+    if found := drafter_problems(model.config.text):
+        raise ConfigError([problem("plan.job", "dspark", f"the model has no drafter: {found[0]}", "Use another model")])
+    return build_drafter(model)
+
+
+def _adapter_costs(model: DeepseekV41, adapter: list[Parameter], costs: Mapping[str, Flops]) -> dict[str, Flops]:
+    """Frozen matrices have no product for the gradient of their weights; the factors have all three."""
+    text = model.config.text
+    share = text.num_experts_per_tok / text.n_routed_experts
+    forward = sum(2.0 * prod(p.shape) * (share if len(p.shape) == 3 else 1) for p in adapter)
+    found = {
+        part: cost if part in UNSPLIT else cost._replace(step=max(cost.forward, cost.step - cost.forward))
+        for part, cost in costs.items()
+    }
+    return found | {ADAPTER: Flops(forward, 3 * forward, forward)}
+
+
+def _drafter_costs(
+    model: DeepseekV41, drafter: Drafter, dspark: DsparkConfig, costs: Mapping[str, Flops]
+) -> dict[str, Flops]:
+    """A forward pass of the model, and of the drafter's matrices forward and backward for every draft."""
+    text = model.config.text
+    share = text.dspark_num_experts_per_tok / text.dspark_n_routed_experts
+    drafts = text.dspark_block_size / dspark.tokens_per_anchor
+    forward = 0.0
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() >= 2 and "markov_head.embed" not in name:
+            used = share if count.part_of(name) == "routed experts" else 1.0
+            forward += 2 * used * drafts * parameter.numel()
+    head = 2.0 * drafts * text.vocab_size * text.hidden_size
+    found = {part: Flops(cost.forward, cost.forward, 0.0) for part, cost in costs.items() if part != "head"}
+    return found | {"drafter": Flops(forward, 3 * forward, forward), "head": Flops(2 * head, 5 * head, 0.0)}
+
+
+def _teacher_bytes(model: DeepseekV41, packed: bool, width: int) -> int:
+    """A whole frozen model: as it is stored, or `width` bytes a value."""
+    parts = frozen_parameters(model, packed)
+    return sum(stored_bytes(p.shape, p.packing) or width * prod(p.shape) for p in parts)

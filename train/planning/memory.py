@@ -1,0 +1,222 @@
+"""What a micro-batch needs on a rank beside weights, gradients and optimizer state: one formula for each term.
+
+The peak is either where the loss is computed, or in the backward of a block: `working_bytes` gives the larger one. Each
+function names the code whose tensors it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from model import DeepseekV41, ModelConfig, count
+from model.config import TextConfig
+from model.loss import CHUNK_LOGITS
+from optim.muon import BATCH_ELEMENTS
+from train.config.schema import Config
+from train.planning.items import FP32, Item, owned
+from train.planning.job import Job, settings
+
+UNPACKING = 10  # bytes a value while model.quantize.unpack makes one packed matrix plain: fp32 twice, and bf16
+
+
+def tokens_per_pass(config: Config) -> int:
+    """Tokens of a micro-batch on one rank."""
+    return config.task.seq_len * config.task.per_rank_batch(config.parallel.world_size)[0]
+
+
+def working_bytes(config: Config, job: Job) -> dict[str, float]:
+    """Peak bytes that a micro-batch needs, by term."""
+    if job.drafter is not None:
+        return drafter_bytes(config, job)
+    tokens = tokens_per_pass(config)
+    held = looked_up_bytes(config, job.model, tokens)
+    moments = [at_the_loss(config, job, tokens), *block_moments(config, job, tokens)]
+    return max(moments, key=lambda moment: sum(moment.values())) | held
+
+
+def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
+    """When the forward has ended: what the blocks keep, the losses, one chunk of logits (``model/loss.py``: fp32 logits
+    and their gradient, and its bf16 copy) and the head's gradient; bf16 copies of weights live as long as autocast.
+    """
+    bf16, text = _bf16(config), job.model.config.text
+    parts = count.activation_bytes(job.model.config, bf16, config.runtime.recompute)
+    parts.pop(count.RECOMPUTED, None)
+    found = _activations(parts, tokens)
+    if not config.runtime.recompute:
+        found |= _uneven(config, job, tokens, text.num_hidden_layers)
+    found["logits of a chunk"] = float((8 + 2 * bf16) * min(tokens * text.vocab_size, CHUNK_LOGITS["cuda"]))
+    found |= head_bytes(config, job)
+    dense, experts = copy_bytes(config, job)
+    found["bf16 copies of dense weights"] = float(sum(dense))
+    if not config.runtime.recompute:
+        found["bf16 copies of experts"] = float(sum(experts))
+    return found
+
+
+def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
+    """In the backward of each block, from the last to the first: what it and the blocks before it keep, what it saves
+    when it is computed again, gradients of activations, the buffers of the expert exchange, and copies of its weights.
+    """
+    bf16, text, recompute = _bf16(config), job.model.config.text, config.runtime.recompute
+    dense, experts = copy_bytes(config, job)
+    kept = count.activation_bytes(job.model.config, bf16, recompute)
+    kept.pop(count.RECOMPUTED, None)
+    passing = {"losses": kept.pop("losses"), "gradients in a block": gradient_bytes(text, bf16)}
+    found, inputs = [], 0.0
+    for layer in range(text.num_hidden_layers):
+        inputs += count.block_inputs(text, layer, bf16)
+        if not recompute and layer < text.num_hidden_layers - 1:
+            continue  # without recomputation the first block of the backward holds most
+        again = sum(count.block_saves(text, layer, bf16).values())
+        parts = {"block inputs": inputs, count.RECOMPUTED: again} if recompute else kept
+        moment = _activations(parts | passing, tokens)
+        moment |= _uneven(config, job, tokens, 1 if recompute else text.num_hidden_layers)
+        moment |= exchange_bytes(config, text, tokens)
+        if recompute:
+            moment["bf16 copies of a block's weights"] = float(dense[layer] + experts[layer])
+        else:
+            moment["bf16 copies of dense weights"] = float(sum(dense))
+            moment["bf16 copies of experts"] = float(sum(experts))
+        moment["one packed weight made plain"] = float(UNPACKING * largest_packed(job))
+        found.append(moment)
+    return found
+
+
+def gradient_bytes(text: TextConfig, bf16: bool) -> float:
+    """Gradients of activations per token while a block's backward runs: of the streams before and after a sublayer, and
+    either of queries and attention output or of the experts' inputs and hidden values.
+    """
+    width, k = 2 if bf16 else FP32, text.num_experts_per_tok
+    streams = 2 * FP32 * text.hc_mult * text.hidden_size
+    attention = 2 * width * text.num_attention_heads * text.head_dim
+    experts = width * k * (text.hidden_size + 2 * text.moe_intermediate_size)
+    return float(streams + max(attention, experts))
+
+
+def exchange_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
+    """Send and receive buffers of one exchange of experts (``model/moe.py``), and the fp32 rows that are combined."""
+    layout = config.parallel
+    if layout.expert_parallel == 1:
+        return {}
+    row = text.num_experts_per_tok * text.hidden_size
+    width = 2 if _bf16(config) else FP32
+    return {"expert exchange, its buffers": tokens * row * (width * (1 + settings(config).load_factor) + FP32)}
+
+
+def _uneven(config: Config, job: Job, tokens: int, layers: int) -> dict[str, float]:
+    """What a rank's experts save beyond the mean of all ranks if routing is uneven."""
+    if config.parallel.expert_parallel == 1:
+        return {}
+    more = settings(config).load_factor - 1
+    size = count.expert_row_bytes(job.model.config.text, _bf16(config))
+    return {"activations: uneven routing": more * layers * tokens * size}
+
+
+def _activations(parts: dict[str, float], tokens: int) -> dict[str, float]:
+    return {f"activations: {part}": tokens * size for part, size in parts.items()}
+
+
+def head_bytes(config: Config, job: Job) -> dict[str, float]:
+    """The head's gradient that the loss holds from forward to backward, and the head gathered from its shards. In the
+    backward of the gather the gradient is there three times (``model/parallel/tables.py``: itself, padded, received).
+    """
+    size = float(count.head_gradient_bytes(job.model.config))
+    found = {"the head's gradient in the loss": size} if job.head_gradient else {}
+    if config.parallel.shard_embeddings:
+        found["the gathered head"] = 2 * size if job.head_gradient else size
+    return found
+
+
+def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str, float]:
+    """Upper bound of the bytes that a micro-batch of `tokens` fetches from split tables and keeps for its backward."""
+    layout, text = config.parallel, model.config.text
+    if layout.table_shards == 1:
+        return {}
+    rows = FP32 * sum(engram_rows(model, tokens)) * text.engram_head_dim
+    if layout.shard_embeddings:
+        rows += FP32 * min(tokens, text.vocab_size) * text.hidden_size
+    return {"fetched table rows": float(rows)}
+
+
+def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
+    """Upper bound of the distinct rows of every Engram table that `tokens` tokens look up."""
+    text = model.config.text
+    tables = (model.layers[layer].engram.embed for layer in text.engram_layer_ids)
+    return [min(tokens * text.engram_hash_heads, table.num_embeddings) for table in tables]
+
+
+def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
+    """Bytes of the bf16 copies that autocast makes of each block's dense and expert weights; packed ones have none."""
+    model, packed = job.model, job.packed_names
+    dense, experts = ([0] * model.config.text.num_hidden_layers for _ in range(2))
+    for name, parameter in count.autocast_copies(model) if _bf16(config) else ():
+        layer = int(count.layer_of(name))
+        if name in packed:
+            continue
+        if count.part_of(name) == "routed experts":
+            experts[layer] += 2 * parameter.numel() // config.parallel.expert_parallel
+        else:
+            dense[layer] += 2 * parameter.numel()
+    return dense, experts
+
+
+def largest_packed(job: Job) -> int:
+    """Values of the largest packed matrix that is made plain at once; of tables only rows are."""
+    shapes = (p.shape for p in job.parameters if p.packing and p.part != "Engram tables")
+    return max((prod(shape[-2:]) for shape in shapes), default=0)
+
+
+def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
+    """task=dspark: the model's hidden states and the streams that the drafter reads, then either a block of the model
+    while it runs without gradients, or all that the drafter's stages save for its drafts.
+    """
+    bf16, tokens, text = _bf16(config), tokens_per_pass(config), job.model.config.text
+    assert job.dspark is not None
+    width, targets = 2 if bf16 else FP32, len(text.dspark_target_layer_ids)
+    drafts = tokens // job.dspark.tokens_per_anchor * text.dspark_block_size
+    held = {"what the drafter reads": float(tokens * width * text.hidden_size * (2 + targets))}
+    held |= looked_up_bytes(config, job.model, tokens)
+    if config.parallel.shard_embeddings:
+        held["the gathered head"] = float(count.head_gradient_bytes(job.model.config))
+    blocks = [sum(count.block_saves(text, layer, bf16).values()) for layer in range(text.num_hidden_layers)]
+    running = _activations({"one block of the frozen model": max(blocks)}, tokens)
+    running |= _uneven(config, job, tokens, 1) | exchange_bytes(config, text, tokens)
+    running["one packed weight made plain"] = float(UNPACKING * largest_packed(job))
+    inner = _stage_config(job.model.config)
+    stage = sum(count.block_saves(inner, 0, bf16).values())
+    drafting = _activations({"drafts": stage * text.num_nextn_predict_layers + gradient_bytes(inner, bf16)}, drafts)
+    logits = min(drafts * text.vocab_size, CHUNK_LOGITS["cuda"])
+    drafting["logits of a chunk"] = float(4 * FP32 * logits)  # of both models, and their difference and gradient
+    return held | max(running, drafting, key=lambda moment: sum(moment.values()))
+
+
+def _stage_config(config: ModelConfig) -> TextConfig:
+    """A text configuration whose block 0 is a stage of the drafter: window attention, its own number of experts."""
+    text = config.text
+    return replace(
+        text,
+        compress_ratios=(0,) * len(text.compress_ratios),
+        kv_source_layer_ids=(),
+        index_source_layer_ids=(),
+        engram_layer_ids=(),
+        n_routed_experts=text.dspark_n_routed_experts,
+        num_experts_per_tok=text.dspark_num_experts_per_tok,
+    )
+
+
+def optimizer_working_bytes(items: Sequence[Item]) -> float:
+    """Temporary copies during the update: of Muon's batch of matrices, or of the largest table's live rows (up to all
+    of them).
+    """
+    mine = owned(items)
+    muon = [item for item in mine if item.method == "muon"]
+    largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)
+    batch = min(sum(item.numel * item.units for item in muon), max(largest, BATCH_ELEMENTS["cuda"]))
+    table = max((item.numel for item in mine if item.method == "sinkhorn"), default=0)
+    return FP32 * max(6.0 * batch, 3.0 * table)
+
+
+def _bf16(config: Config) -> bool:
+    return config.parallel.precision == "bf16"

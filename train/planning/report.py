@@ -1,0 +1,195 @@
+"""The plan as text for people: sizes of the model, memory by term, bytes sent, time, and a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from model import DeepseekV41, build_drafter, count
+from model.config import drafter_problems
+from train.config.schema import counted
+from train.planning.job import settings
+from train.planning.memory import tokens_per_pass, working_bytes
+from train.planning.resources import GIB, RESERVE, ResourcePlan
+
+
+def report(p: ResourcePlan) -> str:
+    """The plan as readable tables."""
+    kv = count.kv_bytes(p.model.config.text)
+    forward = sum(cost.forward for cost in p.job.costs.values())
+    return "\n".join([
+        *table(("parameters", "", ""), _parameter_rows(p.model)),
+        *_drafter_table(p),
+        *table(("active parameters of a text token", "", ""), _active_rows(p.model)),
+        *table(
+            ("KV cache", "bytes/token"),
+            [*((part, f"{size:g}") for part, size in kv.items()), ("all", f"{sum(kv.values()):g}")],
+        ),
+        f"  and the sliding windows, {count.window_kv_bytes(p.model.config.text):,} bytes a sequence",
+        *table(
+            ("GFLOPs per token", "forward", "with backward", "recomputed", "of forward"),
+            [
+                *((part, *_giga(cost), _share(cost.forward, forward)) for part, cost in p.job.costs.items()),
+                ("all", *_giga(map(sum, zip(*p.job.costs.values(), strict=True))), "100.0 %"),
+            ],
+        ),
+        "",
+        *_layout_lines(p),
+        *table(("memory of the fullest GPU", "GiB", ""), _memory_rows(p)),
+        *table(
+            (f"sent by a GPU in a step of {p.step_tokens:,} tokens", "GiB", "in its node", "seconds"), _sent_rows(p)
+        ),
+        *table(("FLOPs of a GPU in a step", "", ""), _step_rows(p)),
+        *_time_lines(p),
+        "",
+        verdict(p),
+    ])  # fmt: skip
+
+
+def _layout_lines(p: ResourcePlan) -> list[str]:
+    """What is planned, in words."""
+    config, layout, task = p.config, p.config.parallel, p.config.task
+    rows, passes = task.per_rank_batch(layout.world_size)
+    plan, recompute = settings(config), "on" if config.runtime.recompute else "off"
+    trained = f"optim.rules {config.optim.rules}"
+    if p.job.drafter is not None:
+        trained = f"a drafter is trained ({trained}), the model is frozen"
+    elif config.lora.on:
+        trained = f"an adapter of rank {config.lora.rank} is trained on {', '.join(config.lora.targets)}"
+    kept = f"; frozen weights are kept as {'stored' if config.runtime.frozen == 'packed' else 'fp32 values'}"
+    return [
+        f"LAYOUT: {counted(layout.world_size, 'GPU')}, experts over {layout.expert_parallel}, Engram tables"
+        f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}; {passes} micro-batches of "
+        f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}",
+        f"JOB: {trained}{kept if p.job.frozen else ''}",
+        f"ASSUMED: a rank's experts receive up to {plan.load_factor:g} times the mean (plan.load_factor); "
+        f"{plan.reserve_gib:g} GiB stay free (plan.reserve_gib)",
+    ]
+
+
+def _time_lines(p: ResourcePlan) -> list[str]:
+    """Seconds of a step, for the stated rates, and what follows from them."""
+    hardware, time = p.config.parallel.hardware, p.time
+    rows = [
+        ("arithmetic", f"{time.arithmetic:.2f}", f"at {hardware.tflops:g} TFLOP/s"),
+        ("bytes between nodes", f"{time.network:.2f}", f"at {hardware.network_gb_s:g} GB/s"),
+        ("bytes inside a node", f"{time.node:.2f}", f"at {hardware.node_gb_s:g} GB/s"),
+    ]
+    lines = table(("estimated seconds of a step", "", "parallel.hardware"), rows)
+    for when, seconds in (("one after the other", time.sum), ("all at the same time", max(time))):
+        speed = f"{p.tokens_per_second(seconds):,.0f} tokens/s"
+        lines.append(f"  {when}: {seconds:.2f} s, {speed}, MFU {p.mfu(seconds):.1%}".replace("%", " %"))
+    return lines
+
+
+def verdict(p: ResourcePlan) -> str:
+    """Whether the layout fits, what needs the most memory, and what to change if it does not fit."""
+    groups: dict[str, float] = {}
+    for term, size in p.terms.items():
+        groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
+    largest = max((group for group in groups if group != RESERVE), key=lambda group: groups[group])
+    need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
+    takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
+    if room is None:
+        return f"NEEDS {need:.2f} GiB on a GPU; give parallel.gpu_memory_gib to have it compared. {takes}"
+    if p.fits:
+        return f"FITS: needs {need:.2f} of {room:g} GiB on a GPU, {room - need:.2f} GiB are left. {takes}"
+    return f"DOES NOT FIT: needs {need:.2f} of {room:g} GiB on a GPU. {takes}\n{remedy(p)}"
+
+
+def remedy(p: ResourcePlan) -> str:
+    """What to change in a layout that does not fit."""
+    fits = {choice: longest_rows(p, choice) for choice in (False, True)}
+    if not fits[True]:
+        return (
+            f"No length of rows fits: weights, gradients and optimizer state take {p.held / GIB:.2f} GiB. Split more: "
+            "more parallel.expert_parallel and table_shards, shard_embeddings=true"
+        )
+    found = [
+        f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
+        for choice, length in fits.items()
+        if length
+    ]
+    rows = tokens_per_pass(p.config) // p.config.task.seq_len
+    fewer = f" Fewer than {rows} rows in a pass (task.micro_batch) let them be longer." if rows > 1 else ""
+    return f"What fits, all else as it is: {', '.join(found)}. A row is not split over GPUs.{fewer}"
+
+
+def longest_rows(p: ResourcePlan, recompute: bool) -> int:
+    """The longest rows that fit, by halving those of the plan; 0 if none do."""
+    config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
+    length = config.task.seq_len
+    while length >= 2:
+        config = replace(config, task=replace(config.task, seq_len=length))
+        working = max(sum(working_bytes(config, p.job).values()), p.optimizer_working)
+        if (p.held + p.reserve + working) / GIB <= (config.parallel.gpu_memory_gib or math.inf):
+            return length
+        length //= 2
+    return 0
+
+
+def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
+    counts = count.parameters(model)
+    total = sum(counts.values())
+    backbone = total - sum(counts[part] for part in count.OUTSIDE_BACKBONE)
+    sums = [("backbone: all but Engram tables, vision", backbone), ("all", total)]
+    return [(part, f"{n:,}", _share(n, total)) for part, n in [*counts.items(), *sums] if n]
+
+
+def _drafter_table(p: ResourcePlan) -> list[str]:
+    """The drafter's parameters, if the configuration has one."""
+    if drafter_problems(p.model.config.text):
+        return []
+    counts = count.parameters(p.job.drafter or build_drafter(p.model))
+    total = sum(counts.values())
+    rows = [(part, f"{n:,}", _share(n, total)) for part, n in [*counts.items(), ("all", total)] if n]
+    counted_below = "" if p.job.drafter else " or below"
+    return table((f"drafter (mtp.*), not counted above{counted_below}", "", ""), rows)
+
+
+def _active_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
+    active, encoder = count.active_parameters(model), count.prefill_layers(model.config.text)
+    return [
+        ("prefill", f"{active.prefill:,.0f}", f"  {encoder} blocks, and what makes the KV of block {encoder}"),
+        ("decode", f"{active.decode:,.0f}", "  all blocks, final norm, head"),
+    ]
+
+
+def _memory_rows(p: ResourcePlan) -> list[tuple[str, ...]]:
+    terms = [*p.terms.items(), ("all", p.total)]
+    return [(term, f"{size / GIB:.2f}", _share(size, p.total)) for term, size in terms if size]
+
+
+def _sent_rows(p: ResourcePlan) -> list[tuple[str, ...]]:
+    hardware = p.config.parallel.hardware
+    rows: list[tuple[str, ...]] = []
+    for kind, part in p.sent.items():
+        inside = part.size * part.inside
+        seconds = inside / (hardware.node_gb_s * 1e9) + (part.size - inside) / (hardware.network_gb_s * 1e9)
+        rows.append((kind, f"{part.size / GIB:.2f}", f"{part.inside:.0%}".replace("%", " %"), f"{seconds:.2f}"))
+    return rows
+
+
+def _step_rows(p: ResourcePlan) -> list[tuple[str, ...]]:
+    optimizer = {f"optimizer, {method}": n for method, n in p.optimizer_flops.items() if n}
+    rows = [*optimizer.items(), ("optimizer, all", sum(optimizer.values())), ("model", p.step_flops)]
+    return [(name, f"{n:.3e}", f"{n / p.step_flops:.3%}".replace("%", " %")) for name, n in rows]
+
+
+def _giga(values: Iterable[float]) -> list[str]:
+    return [f"{value / 1e9:.2f}" for value in values]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}".replace("%", " %")
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Aligned lines under a header, after a blank line."""
+    lines = [(f"  {name}", *cells) for name, *cells in rows]
+    return ["", *(_line(*line) for line in (header, *lines))]
+
+
+def _line(name: str, first: str, *cells: str) -> str:
+    return (f"{name:<50}{first:>18}" + "".join(f"{cell:>15}" for cell in cells)).rstrip()

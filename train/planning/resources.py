@@ -1,0 +1,132 @@
+"""The plan of one layout: memory by term, bytes sent, FLOPs and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from model import DeepseekV41
+from optim.optimizer import STATE_KEYS
+from train.config.schema import Config
+from train.planning.items import KINDS, owned, rank_items, update_flops
+from train.planning.job import Job, job_of, settings
+from train.planning.memory import optimizer_working_bytes, tokens_per_pass, working_bytes
+from train.planning.traffic import Sent, StepTime, sent_in_step, step_time
+
+GIB = 2**30
+RESERVE = "reserve"
+
+
+@dataclass(frozen=True)
+class ResourcePlan:
+    """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; a `step` is an optimizer step."""
+
+    config: Config
+    job: Job
+    weights: dict[str, int]
+    gradients: dict[str, int]
+    state: dict[str, int]  # by method
+    working: dict[str, float]  # needed in the backward pass, but not during the update
+    optimizer_working: float  # needed during the update only
+    sent: dict[str, Sent]  # by a rank in a step
+    useful_flops: float  # of a rank in a step, without what is computed again
+    again_flops: float
+    optimizer_flops: dict[str, float]  # by method
+
+    @property
+    def model(self) -> DeepseekV41:
+        return self.job.model
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step."""
+        return {kind: part.size for kind, part in self.sent.items()}
+
+    @property
+    def held(self) -> int:
+        """Bytes of weights, gradients and optimizer state on the fullest rank, needed at all times."""
+        return sum(map(sum, (part.values() for part in (self.weights, self.gradients, self.state))))
+
+    @property
+    def reserve(self) -> float:
+        """Bytes that stay free for the allocator's gaps and for NCCL."""
+        return settings(self.config).reserve_gib * GIB
+
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        """Memory of the fullest rank by term, at the moment of the peak."""
+        fixed: dict[str, float] = {f"weights: {k}": v for k, v in self.weights.items()}
+        fixed |= {f"gradients: {k}": v for k, v in self.gradients.items()}
+        fixed |= {f"optimizer state: {k}": v for k, v in self.state.items()}
+        if sum(self.working.values()) >= self.optimizer_working:
+            fixed |= self.working
+        else:
+            fixed |= {"optimizer's working copies": self.optimizer_working}
+        return fixed | {f"{RESERVE}: allocator, NCCL": self.reserve}
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def step_flops(self) -> float:
+        """Of the model on a rank in a step."""
+        return self.useful_flops + self.again_flops
+
+    @property
+    def step_tokens(self) -> int:
+        """Of all ranks."""
+        return self.config.task.seq_len * cast(int, self.config.task.global_batch_rows)
+
+    @cached_property
+    def time(self) -> StepTime:
+        flops = self.step_flops + sum(self.optimizer_flops.values())
+        return step_time(flops, self.sent, self.config.parallel.hardware)
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Of all GPUs together, if a step takes this long."""
+        return self.step_tokens / seconds
+
+    def mfu(self, seconds: float) -> float:
+        """Useful FLOPs over what the GPU's products could do in that time (``parallel.hardware.peak_tflops``)."""
+        return self.useful_flops / (seconds * self.config.parallel.hardware.peak_tflops * 1e12)
+
+    @property
+    def fits(self) -> bool:
+        room = self.config.parallel.gpu_memory_gib
+        return room is None or self.total <= room * GIB
+
+
+def plan(config: Config, job: Job | None = None) -> ResourcePlan:
+    """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``. ``job``: what is the same for
+    every layout, if it is known.
+    """
+    job = job or job_of(config)
+    items = list(rank_items(config.parallel, job.parameters))
+    weights, gradients = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+    for item in items:
+        weights[item.kind] += item.weight_bytes
+        gradients[item.kind] += item.gradient_bytes
+    if job.teacher_bytes:
+        weights["teacher"] = job.teacher_bytes
+    state, optimizer_flops = dict.fromkeys(STATE_KEYS, 0), dict.fromkeys(STATE_KEYS, 0.0)
+    for item in owned(items):
+        assert item.method is not None, "what is owned is trained"
+        state[item.method] += item.units * item.state_bytes
+        optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
+    local = tokens_per_pass(config) * config.task.per_rank_batch(config.parallel.world_size)[1]
+    again = sum(cost.recomputed for cost in job.costs.values()) * config.runtime.recompute
+    return ResourcePlan(
+        config=config,
+        job=job,
+        weights=weights,
+        gradients=gradients,
+        state=state,
+        working=working_bytes(config, job),
+        optimizer_working=optimizer_working_bytes(items),
+        sent=sent_in_step(config, job, items),
+        useful_flops=local * sum(cost.step for cost in job.costs.values()),
+        again_flops=local * again,
+        optimizer_flops=optimizer_flops,
+    )

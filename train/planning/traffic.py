@@ -1,0 +1,102 @@
+"""What a rank sends in an optimizer step, and the seconds of a step for stated rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from train.config.schema import Config, HardwareConfig
+from train.planning.items import FP32, Item
+from train.planning.job import Job
+from train.planning.memory import engram_rows, tokens_per_pass
+
+GRADIENTS, UPDATES = "all-reduce of gradients", "updated weights"
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends, and the share of them that stays inside its node."""
+
+    size: float
+    inside: float
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step: products, bytes between nodes, and bytes inside a node."""
+
+    arithmetic: float
+    network: float
+    node: float
+
+    @property
+    def sum(self) -> float:
+        """If nothing happens at the same time."""
+        return self.arithmetic + self.network + self.node
+
+
+def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, Sent]:
+    """Bytes that one rank sends in an optimizer step, by kind.
+
+    Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
+    forward, backward and recomputation, in the compute precision; with even routing 1/EP stays local. Tables: ids, fp32
+    rows and their gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
+    its gradient returned, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold the same
+    parameters. Updated weights go once around the same ring. Not included: the token counts.
+    """
+    layout, text, passes = config.parallel, job.model.config.text, 3 if config.runtime.recompute else 2
+    if job.drafter is not None:
+        passes = 1
+    tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
+    width = 2 if layout.precision == "bf16" else FP32
+    row = text.num_experts_per_tok * (2 * text.hidden_size * width + 2 * FP32)
+    away, shard = 1 - 1 / layout.expert_parallel, 1 - 1 / layout.table_shards
+    near, table = pairs_inside(layout.expert_parallel, config), pairs_inside(layout.table_shards, config)
+    looked_up = batches * sum(engram_rows(job.model, tokens))
+    table_passes = 2 if _trains(items, "Engram tables") else 1
+    sent = {
+        "all-to-all, experts": Sent(batches * tokens * text.num_hidden_layers * passes * row * away, near),
+        "all-to-all, Engram tables": Sent(looked_up * (8 + table_passes * FP32 * text.engram_head_dim) * shard, table),
+    }
+    if layout.shard_embeddings:
+        words, both = batches * min(tokens, text.vocab_size), 2 if _trains(items, "embedding and head") else 1
+        sent["all-to-all, embedding"] = Sent(words * (8 + both * FP32 * text.hidden_size) * shard, table)
+        head = batches * both * FP32 * text.vocab_size * text.hidden_size * shard
+        sent["head gathered, its gradient"] = Sent(head, table)
+    return sent | rings(config, items)
+
+
+def rings(config: Config, items: Sequence[Item]) -> dict[str, Sent]:
+    """The all-reduce of gradients and the broadcast of updated weights, as rings over the ranks with equal copies."""
+    ranks, sums, inner = config.parallel.world_size, 0.0, 0.0
+    for item in items:
+        size = item.gradient_bytes * (1 - 1 / item.copies)
+        sums += size
+        inner += size * ring_inside(item.copies, ranks // item.copies, config)
+    inside = inner / sums if sums else 1.0
+    return {GRADIENTS: Sent(2 * sums, inside), UPDATES: Sent(sums, inside)}
+
+
+def _trains(items: Sequence[Item], kind: str) -> bool:
+    return any(item.method for item in items if item.kind == kind)
+
+
+def pairs_inside(ranks: int, config: Config) -> float:
+    """Of what a rank sends to all others of a group of consecutive ranks: the share for ranks of its own node."""
+    near = min(ranks, config.parallel.hardware.gpus_per_node)
+    return 1.0 if near == ranks else (near - 1) / (ranks - 1)
+
+
+def ring_inside(ranks: int, stride: int, config: Config) -> float:
+    """Of what a rank of a ring sends, the share that stays in its node: each node's members enter and leave it once in
+    turn.
+    """
+    near = min(ranks, max(1, config.parallel.hardware.gpus_per_node // stride))
+    return 1.0 if near == ranks else 1 - 1 / near
+
+
+def step_time(flops: float, sent: dict[str, Sent], hardware: HardwareConfig) -> StepTime:
+    """Seconds of a step for the rates of ``parallel.hardware``."""
+    between = sum(part.size * (1 - part.inside) for part in sent.values())
+    inside = sum(part.size * part.inside for part in sent.values())
+    return StepTime(
+        flops / (hardware.tflops * 1e12), between / (hardware.network_gb_s * 1e9), inside / (hardware.node_gb_s * 1e9)
+    )
