@@ -87,4 +87,4 @@ def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
     with start(corpus, "refused", 2, "ep4", "--local_rank=0") as group:  # which DeepSpeed's launcher adds
         first, second = group.finish()
     assert (first.code, second.code) == (2, 2) and not second.output
-    assert "parallel.world_size = 4: 2 processes were started. Start as many (torchrun" in first.output
+    assert "parallel.world_size = 4: 2 processes were started. Start that number (torchrun" in first.output

@@ -1,11 +1,11 @@
-"""The processes of a run. One process makes no group and computes as if this package did not exist.
+"""The processes of a run. A run with one process creates no process group.
 
-Ranks that split the experts or the tables among them are consecutive; ranks that hold the same part are strided.
-Imports ``train.config``, ``train.errors`` and ``model.parallel``. Each file imports only those before it:
+If experts or tables are split over n processes, n consecutive ranks hold the n parts; ranks n apart hold the same part.
+This package imports ``train.config``, ``train.errors`` and ``model.parallel``. Each file imports only those above it:
 
-    launchers           who this process is, by environment variables; no torch
-    failure_detector    rendezvous; which process has died, said by name
-    world               the device; sums and flags over all processes
-    engine              gradients of a step over all processes, by DeepSpeed
-    launch              from the launcher's environment to a ``World``
+    launchers           reads rank and number of processes from the environment; imports no torch
+    failure_detector    waits until all processes have started; detects processes that die or hang, and names them
+    world               the device of this process; sums and other collective operations over all processes
+    engine              the gradients of a step over all processes, summed by DeepSpeed
+    launch              connects the processes that a launcher has started and returns the ``World``
 """

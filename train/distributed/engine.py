@@ -1,8 +1,7 @@
-"""Gradients and updates of a step over all processes. The only importer of DeepSpeed.
+"""Gradients and updates of a step over all processes. Only this file imports DeepSpeed.
 
-A single process computes as if this file did not exist, and imports no DeepSpeed. Several processes form a DeepSpeed
-engine at ZeRO stage 0 (for its gradient sums over the ranks that hold the same parameter) with our own optimizer, whose
-state is divided among them.
+A single process does not use DeepSpeed. Several processes use a DeepSpeed engine at ZeRO stage 0, which sums gradients
+over the ranks that hold the same parameter. The optimizer is our own; it divides its state among the processes itself.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from train.distributed.world import World
 
 
 class Engine:
-    """Gradients of a step: call ``backward`` once per micro-batch, then ``reduce``; ``step`` updates and clears
-    them.
-    """
+    """Computes the gradients of a step: ``backward`` once per micro-batch, then ``reduce`` once, then ``step``."""
 
     def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.world, self.optimizer = world, optimizer
@@ -34,15 +31,17 @@ class Engine:
         self.deepspeed = _wrap(model, optimizer) if world.size > 1 else None
 
     def backward(self, loss: Tensor) -> None:
-        """Add this rank's gradients. Nothing is sent, except what the model itself exchanges."""
+        """Add the gradients of a micro-batch on this rank. They are not exchanged between ranks yet."""
         if self.deepspeed is None:
             loss.backward()
         else:
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks that hold the same parameter. A parameter without a gradient on every rank
-        stays without one; where only some ranks lack it, it counts as zero there.
+        """Sum the gradient of each parameter over the ranks that hold the parameter.
+
+        If a parameter has a gradient on only some ranks, it counts as zero on the others. If it has none on any rank,
+        it still has none afterwards.
         """
         if self.deepspeed is None:
             return
@@ -52,11 +51,11 @@ class Engine:
         for parameter, count in zip(self.parameters, present.tolist(), strict=True):
             if not count:
                 parameter.grad = None
-            elif parameter.grad is None:  # DeepSpeed skips a part without rows; its owner still steps
+            elif parameter.grad is None:  # DeepSpeed skips parts without rows; the optimizer does not
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> None:
-        """Let the optimizer update, then clear the gradients."""
+        """Update the parameters with the optimizer, then delete the gradients."""
         if self.deepspeed is None:
             self.optimizer.step()
         else:
@@ -65,13 +64,17 @@ class Engine:
 
 
 def init_distributed(backend: str, device: str, timeout: timedelta) -> None:
-    """Form the process group, as the environment variables of torchrun describe it."""
+    """Create the default process group from the environment variables that torchrun sets (RANK, WORLD_SIZE, ...)."""
     deepspeed = _import_deepspeed(device)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]:
-    """(ranks among which a parameter with that many parts is split, ranks that hold the same part)."""
+    """Create the process groups for parameters that are split into ``parts`` parts.
+
+    Returns the group of ranks that hold the different parts of such a parameter, and the group of ranks that hold the
+    same part as this rank.
+    """
     from deepspeed.utils import groups
 
     if parts == 1:
@@ -85,12 +88,12 @@ def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]
 
 
 def group_name(parts: int) -> str:
-    """DeepSpeed's name for the ranks among which a parameter with that many parts is split."""
+    """Return DeepSpeed's name for the process group of parameters that are split into ``parts`` parts."""
     return f"ep_size_{parts}"
 
 
 def _import_deepspeed(device: str) -> Any:
-    """DeepSpeed, without log output and compiled operators: none is used, and building them takes a minute."""
+    """Import DeepSpeed without its log output and its compiled operators, which would take a minute to build."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
@@ -100,23 +103,24 @@ def _import_deepspeed(device: str) -> Any:
 
 
 def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """The DeepSpeed engine: it sums gradients (not averages), clips nothing, and knows which parameters are split."""
+    """Create the DeepSpeed engine. It sums gradients without averaging or clipping, and knows the split parameters."""
     import deepspeed
 
     split = [parameter for parameter in model.parameters() if hasattr(parameter, "shard")]
     for parameter in split:
         vars(parameter).update(allreduce=False, group_name=group_name(parameter.shard.ranks.size))
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # a placeholder; the engine only uses it for counting
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, which uses it only for its own counters
         "gradient_accumulation_steps": 1,
         "gradient_allreduce_op": "sum",
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 0},
         "steps_per_print": 2**62,
     }
-    with packed_weights_aside(model):  # the engine broadcasts every parameter; these come from the same files anyway
+    # DeepSpeed broadcasts every parameter from rank 0. Packed weights need no broadcast: all ranks read the same files.
+    with packed_weights_aside(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    # Only DeepSpeed's own MoE layer sets this; without it the engine fails on a split parameter.
+    # Normally DeepSpeed's own MoE layer sets this flag; without it the engine fails on a split parameter.
     engine.has_moe_layers = bool(split)
-    engine.enable_backward_allreduce = False  # `Engine.reduce` does that, once a step
+    engine.enable_backward_allreduce = False  # `Engine.reduce` sums the gradients once a step
     return engine

@@ -1,10 +1,12 @@
-"""Which process of a run did not start, died or hangs: found out, named in one message, and all others end too.
+"""Detects processes of a run that did not start, died or hang; names them in one message and ends the other processes.
 
-Before the processes form a group they wait for each other at a store (`rendezvous`), which knows who is missing.
+Before the processes create a process group, they wait for each other at a TCPStore (`rendezvous`), in which every
+process that has started registers itself; so the missing ones can be named.
 
-A collective call fails with the address of a peer, or waits for one that will never come. So every process runs a
-`FailureDetector`, a thread that writes heartbeats to the store of the group and checks the others: processes of its
-own host by their process id; rank 0 checks the heartbeats of all, rank 1 those of rank 0.
+If a process is lost during training, a collective call on another rank fails with a network error that does not name
+the lost rank, or waits forever. So every process runs a `FailureDetector`, a thread that writes heartbeats into the
+store of the process group and checks other processes: those on its own host by their process id, and across hosts by
+heartbeats (rank 0 checks all ranks, rank 1 checks rank 0).
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ import torch.distributed as dist
 from train.errors import LOST, RankLost
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
-EXIT_GRACE = 10.0  # seconds that a process has to end by itself once another is lost
-STORE_FAILURES = 3  # calls in a row that fail before the store is given up: its process or launcher has ended
-REMINDER_INTERVAL = 60.0  # seconds between lines that name the processes that are missing at the start
-POLL_INTERVAL = 0.1  # seconds between looks at who has started
+EXIT_GRACE = 10.0  # seconds that a process has to end by itself after another process is lost
+STORE_FAILURES = 3  # consecutive failed calls after which the process or launcher that hosts the store counts as lost
+REMINDER_INTERVAL = 60.0  # seconds between messages that name the processes that have not started yet
+POLL_INTERVAL = 0.1  # seconds between checks of which processes have started
 AGAIN = "Start the same command again to continue from the last checkpoint"
 
 
 def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.Store:
-    """Wait until all processes of a run have started. What is returned must be kept until they have formed a group.
+    """Wait until all processes of a run have started.
 
-    Rank 0 prints who is missing; while it is missing itself, one process of every host does.
+    Returns the store at which they met; keep it until the process group has been created. Meanwhile rank 0 prints which
+    ranks are missing; until rank 0 has started, one process on each host prints that rank 0 is missing.
 
     Raises:
-        RankLost: some have not started within ``timeout`` seconds; the message names them.
+        RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher hosts it
     reporter = rank == 1 or local_rank == 0
     if not hosts_store:
         missing = f"rank 0 of {size} (nothing at {host}:{port})"
@@ -58,15 +61,18 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
                 time.sleep(POLL_INTERVAL)
             message = store.get("all").decode()
         except dist.DistError as error:
-            raise RankLost(f"rank 0 ended before all had started. {AGAIN}", reported=not reporter) from error
+            raise RankLost(f"rank 0 ended before all ranks had started. {AGAIN}", reported=not reporter) from error
     if message:
-        time.sleep(10 * POLL_INTERVAL if rank == 0 else 0)  # until all have read it
+        time.sleep(10 * POLL_INTERVAL if rank == 0 else 0)  # until all ranks have read it
         raise RankLost(message, reported=rank > 0)
     return store
 
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, reporter: bool) -> str:
-    """Wait until ``done``, which gives an empty text; after ``timeout`` seconds a message with what is ``missing``."""
+    """Wait until ``done()`` is true and return an empty text, or after ``timeout`` seconds return an error message.
+
+    missing: describes which ranks have not started. reporter: True if this process prints reminders while it waits.
+    """
     started = reminded = time.monotonic()
     while not done():
         now = time.monotonic()
@@ -80,7 +86,10 @@ def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, 
 
 
 def _accepts(host: str, port: int) -> bool:
-    """Whether something listens there. A TCPStore that waits for it by itself prints pages meanwhile."""
+    """Return whether a server accepts connections at ``host:port``.
+
+    This is checked before a TCPStore is created, because a TCPStore that waits for its server prints pages of warnings.
+    """
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -89,7 +98,7 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _absent(store: dist.Store, size: int) -> str:
-    """The ranks that have not started, as people write them: ranks 1, 4-7 of 8."""
+    """Format the ranks that have not started, such as "ranks 1, 4-7 of 8"."""
     ranks = [rank for rank in range(size) if not store.check([str(rank)])]
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
@@ -98,25 +107,26 @@ def _absent(store: dist.Store, size: int) -> str:
 
 
 class FailureDetector(threading.Thread):
-    """Writes this process's heartbeats and checks those of others.
+    """A thread that writes the heartbeats of this process and checks whether other processes are alive.
 
-    store: a connection of its own, for a call that waits in the shared one would delay the heartbeats. timeout: seconds
-    without a heartbeat after which a process counts as lost.
+    Args:
+        store: a separate connection to the store; in a shared one, a call that waits would delay the heartbeats.
+        timeout: seconds without a heartbeat after which a process counts as lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
         super().__init__(name="failure detector", daemon=True)
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.failure: str | None = None  # who is lost, in words
+        self.failure: str | None = None  # which process is lost, as text for the message
         self._found, self._closed = threading.Event(), threading.Event()
-        # Times are counted in heartbeat intervals: a clock would go on while a job is suspended.
-        self._last: dict[int, tuple[bytes, int]] = {}  # a rank's last heartbeat, and checks since that found no other
-        self._unanswered = 0  # intervals since the store's last answer
+        # Times are counted in heartbeat intervals, because a clock would continue while a job is suspended.
+        self._last: dict[int, tuple[bytes, int]] = {}  # rank -> last heartbeat, number of checks since it changed
+        self._unanswered = 0  # heartbeat intervals since the store last answered
         store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
         store.set(f"heartbeat/{rank}", "0")
         found = store.multi_get([f"process/{other}" for other in range(size)])
         self.processes = [one.decode().split() for one in found]  # host and process id of every rank
-        # Of the same host, and not hidden from here in a container of its own.
+        # Ranks whose process is visible here: on the same host and not in another container.
         host = self.processes[rank][0]
         self.neighbours = [r for r, (there, pid) in enumerate(self.processes) if there == host and _lives(int(pid))]
 
@@ -129,12 +139,12 @@ class FailureDetector(threading.Thread):
             if self._unanswered * HEARTBEAT_INTERVAL > self.timeout:
                 self.failure = self._store_is_lost()
         self._found.set()
-        if not self._closed.wait(EXIT_GRACE):  # the main thread waits for a collective that nobody will answer
+        if not self._closed.wait(EXIT_GRACE):  # the main thread hangs in a collective call
             self.report()
             os._exit(LOST)
 
     def _exchange(self) -> None:
-        """Heartbeats and checks, in a thread of its own: calls to a store whose host hangs never return."""
+        """Write heartbeats and check the others. It runs in a separate thread, since calls to a hanging store block."""
         count = failures = 0
         while self.failure is None and not self._closed.wait(HEARTBEAT_INTERVAL):
             count += 1
@@ -152,19 +162,19 @@ class FailureDetector(threading.Thread):
         return f"{holder} no longer answers"
 
     def announce(self, reason: str) -> None:
-        """Tell the others why this process ends."""
+        """Tell the other processes, through the store, why this process ends."""
         try:
             self.store.compare_set("lost", "", f"{self.name_of(self.rank)} stopped: {reason}")
-        except RuntimeError:  # the store is gone too; the others have noticed
+        except RuntimeError:  # the store is gone too, so the other processes have already noticed a failure
             pass
 
     def wait_for_failure(self, seconds: float) -> str | None:
-        """Who is lost, waiting for that at most so long."""
+        """Wait up to ``seconds`` until a process is found to be lost. Returns which one, or None."""
         self._found.wait(seconds)
         return self.failure
 
     def close(self) -> None:
-        """This process ends in order, or at least by itself."""
+        """Stop the heartbeats and checks, because this process ends by itself."""
         self._closed.set()
 
     def name_of(self, rank: int) -> str:
@@ -172,7 +182,7 @@ class FailureDetector(threading.Thread):
         return f"rank {rank} (process {pid} on {host})"
 
     def is_reporter(self) -> bool:
-        """Whether this process is the one that prints the failure: rank 0, or rank 1 if rank 0 was lost in silence."""
+        """Return whether this process prints the failure: rank 0 does, or rank 1 if rank 0 ended without a message."""
         assert self.failure is not None
         silent = self.failure.startswith("rank 0 ") and "stopped:" not in self.failure
         return self.rank == (1 if silent else 0)
@@ -183,20 +193,20 @@ class FailureDetector(threading.Thread):
             print(f"error: {message(self.failure)}", file=sys.stderr, flush=True)
 
     def _check(self) -> str | None:
-        """Who is lost, if anyone, agreed on with the others."""
+        """Return which process is lost, or None. All processes name the same one, since it is recorded in the store."""
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
         gone = [rank for rank in self.neighbours if not _lives(int(self.processes[rank][1]))]
-        if not gone and self.rank < 2:  # rank 1 checks rank 0, whose store lives on where a launcher holds it
+        if not gone and self.rank < 2:  # rank 1 checks rank 0; a launcher's store outlives rank 0
             gone = self._silent(list(range(1, self.size)) if self.rank == 0 else [0])
         if not gone:
             return None
-        time.sleep(HEARTBEAT_INTERVAL / 2)  # one that ended by itself has announced it by then
+        time.sleep(HEARTBEAT_INTERVAL / 2)  # a process that ended by itself announces it within this time
         found = f"{self.name_of(gone[0])} is gone"
         return self.store.compare_set("lost", "", found).decode() or found
 
     def _silent(self, ranks: list[int]) -> list[int]:
-        """Those of the ranks that have not written a heartbeat for too long."""
+        """Return those of ``ranks`` whose last heartbeat is older than the timeout."""
         silent = []
         beats = self.store.multi_get([f"heartbeat/{rank}" for rank in ranks]) if ranks else []
         for rank, beat in zip(ranks, beats, strict=True):
@@ -209,7 +219,7 @@ class FailureDetector(threading.Thread):
 
 
 def message(failure: str) -> str:
-    """What a person reads."""
+    """Format the error message about a lost process."""
     return f"{failure}; the other processes ended too. {AGAIN}"
 
 

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other and form their groups."""
+"""Connects the processes of a run and creates their process groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def launch(layout: ParallelConfig) -> World:
-    """Join the other processes, if any, started by torchrun, the deepspeed launcher or srun.
+    """Connect this process with the others that torchrun, the deepspeed launcher or srun has started, if any.
 
     Raises:
-        ConfigError: the number of processes started is not the configured one.
-        RankLost: some of them did not start.
+        ConfigError: the number of started processes differs from ``parallel.world_size``.
+        RankLost: some of the processes did not start in time.
     """
     process = find_process()
     if process.size != layout.world_size:
@@ -46,19 +46,19 @@ def launch(layout: ParallelConfig) -> World:
 
 
 def _form_group(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> None:
-    """Make the process group of all, once all have started."""
-    # DeepSpeed takes LOCAL_RANK for the index of the device, which it is not where a process sees its own device only.
+    """Wait until all processes have started, then create the default process group."""
+    # DeepSpeed uses LOCAL_RANK as the device index, which is wrong if each process sees only its own device.
     local_rank = process.local_rank if device.index is None else device.index
     os.environ.update(RANK=str(process.rank), WORLD_SIZE=str(process.size), LOCAL_RANK=str(local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = rendezvous(process.rank, process.size, process.local_rank, layout.start_timeout)
     init_distributed(BACKEND[device.type], device.type, timedelta(seconds=layout.collective_timeout))
-    del store  # the group holds it now
+    del store  # the process group keeps the store alive from here on
 
 
 def _mismatch(layout: ParallelConfig, process: ProcessInfo) -> str:
     started = "1 process was started" if process.size == 1 else f"{process.size} processes were started"
     command = f"torchrun --nproc-per-node {layout.world_size} -m train ..."
-    remedy = f"Start as many ({command}, or slurm/train.sbatch), or set it to {process.size}"
+    remedy = f"Start that number ({command}, or slurm/train.sbatch), or set parallel.world_size={process.size}"
     return problem("parallel.world_size", layout.world_size, started, remedy)

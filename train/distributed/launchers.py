@@ -1,4 +1,4 @@
-"""Which process of a run this one is, by the variables of what started it, and how it ends. Imports no torch."""
+"""Reads rank and number of processes from the launcher's environment variables; ends the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from train.config.problems import ConfigError
 
-# What starts processes, by the variables it sets: rank, number of processes, rank on this host.
+# Environment variables that each launcher sets: rank, number of processes, rank on this host.
 LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process's position among those started together."""
+    """Rank of this process, number of processes, and rank among the processes on this host."""
 
     rank: int = 0
     size: int = 1
@@ -25,10 +25,10 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
-    """The position that the launcher gives, or that of a single process.
+    """Read rank and number of processes from the environment; without a launcher there is one process of rank 0.
 
     Raises:
-        ConfigError: some of the launcher's variables are missing.
+        ConfigError: some of the launcher's environment variables are missing.
     """
     for names in LAUNCHERS:
         if all(name in environment for name in names[:2]):
@@ -38,15 +38,16 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
             missing = [name for name in (names[2], "MASTER_ADDR", "MASTER_PORT") if name not in environment]
             if missing:
                 rule = f"{size} processes were started, but the environment lacks {', '.join(missing)}"
-                raise ConfigError([f"{rule}. Start them by torchrun, or see slurm/"])
+                raise ConfigError([f"{rule}. Start the processes with torchrun, or with the scripts in slurm/"])
             return ProcessInfo(rank, size, int(environment[names[2]]))
     return ProcessInfo()
 
 
 def run_to_the_end(main: Callable[[], None]) -> None:
-    """Call ``main``, the whole program, and end the process. With several processes this runs atexit handlers but skips
-    interpreter finalisation, in which a thread of gloo or of the store that calls back into Python, if only to drop a
-    tensor, would abort the process.
+    """Call ``main``, which is the whole program, then end the process.
+
+    With several processes the exit handlers run, but the finalisation of the Python interpreter is skipped. During
+    finalisation a thread of gloo or of the store may still call into Python, which would abort the process.
     """
     if all(os.environ.get(size, "1") == "1" for _, size, _ in LAUNCHERS):
         main()

@@ -1,4 +1,4 @@
-"""The processes of a run as one of them sees them: its rank, its groups, sums over all."""
+"""The processes of a run from the view of one process: its rank, its process groups, and collective operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from train.errors import RankLost
 
 
 def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
-    """``auto`` is a CUDA device if there is one, else the CPU. A process that sees several devices takes its own."""
+    """Return the device for ``parallel.device``; ``auto`` is a CUDA device if there is one, otherwise the CPU.
+
+    If this process sees several CUDA devices, it takes the one with the number of its rank on this host.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if process.size == 1:
@@ -28,29 +31,29 @@ def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them."""
+    """The device, rank and process groups of this process, and collective operations over all processes of the run."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     parallel: Parallel = ONE_PROCESS
     replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
-    # ^ by the number of parts a parameter is split into: the ranks that hold the same part as this one
-    failure_detector: FailureDetector | None = None  # of several processes
+    # ^ number of parts that a parameter is split into -> the ranks that hold the same part as this rank
+    failure_detector: FailureDetector | None = None  # None if there is only one process
 
     @property
     def first(self) -> bool:
-        """Whether this process prints, logs and writes."""
+        """True on rank 0, the process that prints, logs and writes files."""
         return self.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place; returns the tensor."""
+        """Sum ``tensor`` over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum_all(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sum of each tensor over all ranks, in one call per dtype."""
+        """Sum each tensor over all ranks, with one collective call per dtype. Returns new tensors."""
         if self.size == 1:
             return tensors
         found: dict[str, Tensor] = {}
@@ -62,11 +65,11 @@ class World:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether ``flag`` is true on at least one rank."""
         return bool(self.sum_(torch.tensor(int(flag))))
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, a picklable object."""
+        """Return rank 0's ``value``, a picklable object, on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -74,7 +77,7 @@ class World:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, a picklable object, by rank."""
+        """Return the list of every rank's ``value``, a picklable object, in the order of ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -82,15 +85,15 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this."""
         if self.size > 1:
             self.any(False)
 
     @contextmanager
     def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
-        """Wraps what the ranks do together. If one ends, all end, with a message that names it.
+        """Context for code that the ranks run together: if one rank ends, all ranks end with a message that names it.
 
-        ``agreed``: exceptions that every rank raises at the same place.
+        agreed: types of exceptions that all ranks raise together, so that no rank is waiting for another.
 
         Raises:
             RankLost: another rank ended or no longer answers.
@@ -105,7 +108,7 @@ class World:
             self._leave(detector)
             raise
         except Exception as error:
-            # A rank whose peer is gone gets some error from the collective call before the detector knows which it is.
+            # If another rank is gone, the collective call may fail before the failure detector knows which rank it is.
             collective = _from_collective(error)
             failure = detector.wait_for_failure(detector.timeout + 5 if collective else 0)
             detector.announce(f"{type(error).__name__}: {error}")

@@ -1,8 +1,9 @@
-"""The parts of ``task=dspark``, the training of a drafter. Imports ``train.loop`` and what is below it.
+"""The parts of ``task=dspark``, which trains a drafter for speculative decoding.
 
-Each file imports only those before it; train/tasks/dspark.py puts them together:
+This package imports ``train.loop`` and the modules that it imports. train/tasks/dspark.py uses these files; each
+imports only those above it:
 
-    anchors     where the drafted blocks of a row begin
-    evaluate    expected accepted length, acceptance by slot, calibration
-    report      the lines that a run prints and the curve that it plots
+    anchors     draws the positions at which the draft blocks of a row begin
+    evaluate    measures expected accepted length, acceptance per slot, and calibration
+    report      the log lines and the plot of such a run
 """

@@ -1,6 +1,4 @@
-"""Where a drafter's training blocks begin: random positions in every row, determined by the seed and the row's
-number.
-"""
+"""Draws the anchors: the random positions in each row at which the drafter's training blocks begin."""
 
 from __future__ import annotations
 
@@ -9,14 +7,19 @@ import torch
 
 from train.build import Batch
 
-FIRST = 2  # earliest position in a document; the released inference code drafts only after two processed tokens
+FIRST = 2  # first position in a document, since the released inference code drafts only after two processed tokens
 TRAINED, HELD_OUT = 0, 1
 
 
 def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int, split: int = TRAINED) -> Batch:
-    """The batch with ``anchors`` int64 [B, A] added, ascending in each row and padded with -1. ``first_row`` is the
-    number of the batch's first row within its ``split``; the others follow. A row's anchors depend on the seed and its
-    number only, not on the batch or process that it is in.
+    """Add ``anchors`` to a batch: int64 [B, A], ascending in each row and padded with -1.
+
+    The anchors of a row depend only on the seed and the number of the row, not on the batch or process it is in.
+
+    Args:
+        first_row: number of the batch's first row, counted over all rows of its split; the other rows follow it.
+        tokens_per_anchor: number of possible positions for each anchor that is drawn.
+        split: TRAINED or HELD_OUT, which makes the anchors of the two kinds of rows independent.
     """
     rows = []
     for number, (labels, lengths) in enumerate(zip(batch["labels"].cpu(), batch["seq_lens"].tolist(), strict=True)):
@@ -31,8 +34,13 @@ def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int
 
 
 def candidates(labels: np.ndarray, lengths: list[int]) -> np.ndarray:
-    """The positions (int64) at which a block of drafts may begin: the token there and the next one are supervised and
-    in the same document. ``labels`` [S] are not shifted, -100 is not supervised; ``lengths`` of the row's documents.
+    """Return the positions (int64) of a row at which a draft block may begin.
+
+    The token at such a position and the next token must be supervised and belong to the same document.
+
+    Args:
+        labels: token ids [S], not shifted; -100 marks tokens that are not supervised.
+        lengths: lengths of the documents in the row.
     """
     taught = np.flatnonzero((labels[:-1] >= 0) & (labels[1:] >= 0))
     ends = np.cumsum(lengths)

@@ -1,6 +1,4 @@
-"""Quality of a drafter's proposals: loss terms, expected accepted length, acceptance by slot, calibration,
-expert load.
-"""
+"""Evaluation of a drafter: its losses, expected accepted length, acceptance per slot, calibration and expert load."""
 
 from __future__ import annotations
 
@@ -18,12 +16,17 @@ from train.logging.records import load_record
 
 
 def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Statistics from the sums of ``model.dspark.DraftLosses`` over a step or an evaluation.
+    """Compute the metrics of a drafter from the sums of ``model.dspark.DraftLosses`` over a step or an evaluation.
 
-    ce, l1, confidence: means of the loss terms. tau: expected accepted length of a block, including the backbone's own
-    token. alpha: for each slot the mean probability of acceptance, over blocks in which it and all slots before it are
-    supervised. ece: mean distance between predicted and true acceptance, over bins of the prediction. A value is None
-    if no slot counts for it.
+    The metrics are:
+
+    - ce, l1, confidence: the means of the loss terms;
+    - tau: the expected accepted length of a block in tokens, including the token of the backbone itself;
+    - alpha: for each slot of a block, the mean probability that its draft is accepted, over the blocks in which this
+      slot and all slots before it are supervised;
+    - ece: expected calibration error, the mean difference between predicted and true acceptance over bins.
+
+    A metric is None if there is no slot to compute it from.
     """
     slots = sums["slots"].double()
     weight = float((slots * slot_weights(len(slots), slots.device)).sum())
@@ -47,8 +50,13 @@ def measures(sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """``measures`` on the held-out rows, with the same anchors in every evaluation and run. Changes no state. Returns
-    None as soon as ``stop`` returns True on any rank. Raises ValueError if no held-out row has room for an anchor.
+    """Compute ``measures`` on the held-out rows. Nothing in ``run`` changes.
+
+    The anchors are the same in every evaluation and every run. Returns None as soon as ``stop`` returns True on any
+    rank.
+
+    Raises:
+        ValueError: no held-out row has a position at which a draft block may begin.
     """
     started, settings, world = time.perf_counter(), run.dspark, run.world
     sums: dict[str, torch.Tensor] = {}
@@ -70,12 +78,12 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
                 sums[name] = sums.get(name, 0) + value
     found = measures(world.sum_all(sums))
     if found["tau"] is None:
-        raise ValueError("no held-out row has a place to draft from: two supervised tokens in a row. Hold out more")
+        raise ValueError("no held-out row has two successive supervised tokens to begin a draft. Hold out more data")
     return {"loss": loss_of(found, settings.objective), **found, "seconds": time.perf_counter() - started}
 
 
 def loss_of(found: Mapping[str, Any], objective: Any) -> float | None:
-    """The total loss from the terms that ``measures`` returned, weighted as the objective says; None without terms."""
+    """Compute the total loss from the loss terms in a result of ``measures``, or None if these are None."""
     if found["ce"] is None:
         return None
     return objective.ce * found["ce"] + objective.l1 * found["l1"] + objective.confidence * found["confidence"]

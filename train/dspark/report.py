@@ -1,4 +1,4 @@
-"""What the training of a drafter prints and plots."""
+"""The log lines and the plot of a run that trains a drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.logging.plot import Panel, Series, draw
 
 
 class DrafterReporter(Reporter):
-    """The ``Reporter`` of a drafter's run: plots the expected accepted length as ``tau.png``."""
+    """The ``Reporter`` of a run that trains a drafter. It plots the expected accepted length as ``tau.png``."""
 
     picture = "tau.png"
     drawn = ("kind", "tokens", "tau")
@@ -30,11 +30,11 @@ class DrafterReporter(Reporter):
         series = [
             Series(kind, [r["tokens"] for r in some], [r["tau"] for r in some], kind) for kind, some in chosen.items()
         ]
-        draw(path, [Panel("tokens", "expected accepted length (tokens a block)", series)])
+        draw(path, [Panel("tokens", "expected accepted length (tokens per block)", series)])
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """A step's record as one line of ``key=value`` pairs. The expert load is that of the least balanced stage."""
+    """Format a step's record as a line of ``key=value`` pairs. The expert load is that of the least balanced layer."""
     load = record["expert_load"].get("text")
     return " ".join([
         f"step={record['step']}",

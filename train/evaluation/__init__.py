@@ -1,8 +1,8 @@
-"""What is measured on held-out rows. Imports ``train.build``, ``train.logging`` and what is below them.
+"""Evaluation on held-out rows. It imports ``train.build``, ``train.logging`` and the modules that these import.
 
-Read evaluate.py. Each file imports only those before it:
+Read evaluate.py first. Each file imports only those above it:
 
-    exact_match    whole answers that greedy decoding would write
-    probe          recall of the indexers
-    evaluate       the record of an evaluation
+    exact_match    counts the conversations whose whole answer greedy decoding would write
+    probe          measures the recall of the indexers
+    evaluate       runs an evaluation and returns its record
 """

@@ -1,4 +1,4 @@
-"""Held-out loss of a run that trains on text or conversations."""
+"""Evaluation of a language model on held-out rows, for runs that train on text or conversations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from train.logging.records import load_record
 
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Cross-entropy on the held-out rows in nats per token and bits per byte, how even their expert load is, and the
-    share of the true top-k attention mass that the indexers find on the first of them. For conversations also how many
-    answers are right to the last token. Changes no state. None as soon as ``stop`` returns True on any rank.
+    """Evaluate the model on the held-out rows and return the record of the evaluation.
+
+    The record contains the cross-entropy in nats per token and in bits per byte, the balance of the expert load, and
+    the recall of the indexers on the first documents. For conversations it also contains the share of answers that are
+    right in every token. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any rank.
     """
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)

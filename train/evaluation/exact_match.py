@@ -1,7 +1,7 @@
-"""Exact match on held-out conversations: would greedy decoding write the answer?
+"""Exact match on held-out conversations: whether greedy decoding would write exactly the given answer.
 
-It does exactly if each token of the answer, EOS included, is the most likely one after the tokens before it. So one
-forward pass over the conversations decides it for all of them; nothing needs to be generated.
+Greedy decoding writes the answer if each of its tokens, EOS included, is the most likely token after the tokens before
+it. So one forward pass over the conversations is enough, and nothing needs to be generated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from model.loss import cross_entropy_sum, is_likeliest
 
 
 class ExactMatch:
-    """An objective (see `model.loss.Objective`): the cross-entropy, which also records where greedy decoding would be
-    right. For one batch, without gradients.
+    """Computes the cross-entropy and records at which positions greedy decoding would choose the right token.
+
+    It is an objective (see `model.loss.Objective`) for a single batch, without gradients.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,13 @@ class ExactMatch:
         return cross_entropy_sum(hidden, weight, targets)
 
     def count(self, seq_lens: Tensor, row_length: int) -> Tensor:
-        """int64 [2]: conversations with all supervised tokens right, conversations with any supervised token. seq_lens
-        [B, documents] are the lengths of the conversations in each row of `row_length` tokens.
+        """Count the conversations whose supervised tokens are all right, and those with at least one supervised token.
+
+        seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns int64
+        [2].
         """
         starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
-        ends = (starts + seq_lens.cumsum(1)).flatten()  # non-decreasing: an empty conversation ends where it begins
+        ends = (starts + seq_lens.cumsum(1)).flatten()  # sorted; empty conversations repeat a value
         document = torch.searchsorted(ends, self.places, right=True)
         taught = torch.zeros_like(ends).index_add_(0, document, torch.ones_like(document))
         right = torch.zeros_like(ends).index_add_(0, document, self.hits)
@@ -40,8 +43,9 @@ class ExactMatch:
 
 
 def most_frequent(loader: Any) -> tuple[float, Tensor]:
-    """Share of the held-out conversations that have the most frequent answer, and its tokens: the score of a model that
-    always gives this answer.
+    """Return the share of held-out conversations that have the most frequent answer, and the tokens of that answer.
+
+    This share is the exact-match score of a model that always gives the same answer.
     """
     store, rows = loader.window.store, loader.window.rows
     answers: Counter[tuple[int, ...]] = Counter()

@@ -1,4 +1,4 @@
-"""Share of the true top-k attention mass that the indexers find, measured on the first held-out documents."""
+"""Recall of the indexers: the share of the true top-k attention mass that they select, on some held-out documents."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from model import indexer_recall
 from model.vision import START as IMAGE_START
 from train.build import Batch, Run
 
-PROBE_TOKENS = 1024  # the cost of measuring grows with the square of this
+PROBE_TOKENS = 1024  # number of tokens measured; the cost grows with its square
 
 
 @dataclass
 class Probe:
-    """``model.indexer_recall`` of every index source on the first held-out documents, at most ``PROBE_TOKENS`` tokens:
-    the same ones for any number of processes and rows in a batch.
+    """Measures ``model.indexer_recall`` of every layer with an indexer, on the first held-out documents.
+
+    The documents have at most ``PROBE_TOKENS`` tokens together. They are the same for any number of processes and any
+    number of rows in a batch.
     """
 
     run: Run
-    recall: list[float | None] = field(default_factory=list)  # None where no query sees more entries than the top-k
-    seen: int = 0  # tokens in the batches so far, over all ranks
+    recall: list[float | None] = field(default_factory=list)  # None: no query sees more entries than the top-k
+    seen: int = 0  # number of tokens in the batches so far, over all ranks
     sums: torch.Tensor | float = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Include all ranks' next ``batch``; all ranks call it together."""
+        """Include the next batch of every rank in the measurement. All ranks call this together."""
         if self.seen >= PROBE_TOKENS:
             return
         lengths, world, seen = batch["seq_lens"], self.run.world, self.seen
@@ -37,7 +39,7 @@ class Probe:
         if not world.any(bool(kept.any())):
             if seen or "pixel_values" in batch:
                 return
-            if world.first:  # even the first document is longer
+            if world.first:  # the first document alone is longer than PROBE_TOKENS
                 kept[0, 0] = PROBE_TOKENS
         recall = indexer_recall(self.run.model, _first_documents(batch, kept), self._all)
         self.recall = [None if math.isnan(value) else value for value in recall.tolist()]
@@ -48,7 +50,7 @@ class Probe:
 
 
 def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
-    """The batch with ``seq_lens`` replaced by ``kept``: the lengths of its first documents, then zeros."""
+    """Cut the batch down to its first documents by replacing ``seq_lens`` with ``kept``: their lengths, then zeros."""
     probe, _ = with_a_token({**batch, "seq_lens": kept})
     if "pixel_values" in batch:
         real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
@@ -58,8 +60,9 @@ def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
 
 
 def with_a_token(batch: Batch) -> tuple[Batch, bool]:
-    """The batch, and whether it has a token. A batch of padding only (possible for a rank's share of the last rows)
-    gets one unsupervised token, because all ranks must run the model together.
+    """Give a batch that has only padding one unsupervised token. Returns the batch, and whether it had tokens before.
+
+    All ranks must run the model together, but a rank may get only padding when the last held-out rows are divided.
     """
     if batch["seq_lens"].any():
         return batch, True

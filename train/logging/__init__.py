@@ -1,10 +1,10 @@
-"""Where the numbers of a run go. Imports ``train.build`` and what is below it.
+"""Logs and metrics of a run. This package imports ``train.build`` and the modules that it imports.
 
-Read log.py. Each file imports only those before it:
+Read log.py first. Each file imports only those above it:
 
-    text       text for a terminal and a log file
-    records    numbers of a step or an evaluation, as ``metrics.jsonl`` holds them
-    plot       pictures; the only importer of matplotlib
-    wandb      Weights & Biases; the only importer of wandb
-    log        ``Reporter``: the log line, ``metrics.jsonl``, and the two above
+    text       makes text from models and data safe for a terminal and a log file
+    records    the metrics of a step or an evaluation, as ``metrics.jsonl`` stores them
+    plot       plots as PNG files; only this file imports matplotlib
+    wandb      Weights & Biases; only this file imports wandb
+    log        ``Reporter``, which writes log lines, ``metrics.jsonl``, plots and Weights & Biases
 """

@@ -1,6 +1,4 @@
-"""Where the numbers of a run go: one log line per step, ``metrics.jsonl``, a progress bar on a terminal, a
-plot, W&B.
-"""
+"""Writes the metrics of a run: a log line per step, ``metrics.jsonl``, a progress bar, a plot, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,18 +21,18 @@ from train.logging import wandb
 from train.logging.plot import Panel, Series, available, draw
 from train.logging.text import visible
 
-MOST_POINTS = 5000  # of a picture
+MOST_POINTS = 5000  # number of records kept for the plot
 
 
 class Reporter:
-    """Writes every record of a run to all configured places.
+    """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot and W&B.
 
-    A resumed run appends to the files of the run directory; records of steps that will be repeated are dropped first.
-    The id of the W&B run is kept there too, so that later processes continue it.
+    A resumed run appends to the files in the run directory, after removing the records of steps that will be repeated.
+    The id of the W&B run is also stored there, so that a resumed run continues the same W&B run.
     """
 
     picture = "loss.png"
-    drawn: tuple[str, ...] = ("kind", "tokens", "loss")  # what of a record the picture shows; only that is kept
+    drawn: tuple[str, ...] = ("kind", "tokens", "loss")  # fields of a record that are kept for the plot
 
     def __init__(self, config: Config, state: TrainerState):
         self.directory = config.run_dir
@@ -46,17 +44,17 @@ class Reporter:
         self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
         self.wandb = wandb.start(config) if config.logger.wandb else None
         if not available():
-            self.log(f"no {self.picture}: matplotlib is not installed (pip install matplotlib)")
+            self.log(f"{self.picture} is not drawn: matplotlib is not installed (pip install matplotlib)")
 
     def log(self, line: str) -> None:
-        """Write a line to the screen and to ``train.log``."""
+        """Write a line of text to the screen and to ``train.log``."""
         line = visible(line)
         self.console.print(line)
         with naming(self.text.name):
             self.text.write(line + "\n")
 
     def step(self, record: dict[str, Any]) -> None:
-        """Write the numbers of one optimizer step."""
+        """Write the metrics of one optimizer step."""
         self.log(self.step_line(record))
         self._record({"kind": "train", **record})
         if self.bar is not None:
@@ -65,13 +63,13 @@ class Reporter:
             self.bar.update(self.task, completed=done, **numbers)
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Write the numbers of one evaluation."""
+        """Write the metrics of one evaluation."""
         self.log(self.evaluation_line(record))
         self._record({"kind": "valid", **record})
         self.plot()
 
     def plot(self) -> Path | None:
-        """Plot everything recorded so far; None without matplotlib."""
+        """Draw the plot of all records so far. Returns its path, or None if matplotlib is not installed."""
         if not available():
             return None
         path = self.directory / self.picture
@@ -85,7 +83,7 @@ class Reporter:
         return evaluation_line(record)
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        """Training and validation loss over tokens."""
+        """Plot training and validation loss against the number of trained tokens."""
         chosen = {
             kind: [r for r in records if r["kind"] == kind and r["loss"] is not None] for kind in ("train", "valid")
         }
@@ -95,12 +93,12 @@ class Reporter:
         draw(path, [Panel("tokens", "loss (nats per token)", series)])
 
     def stop_bar(self) -> None:
-        """Remove the progress bar from the screen; training is over."""
+        """Remove the progress bar from the screen when training is over."""
         if self.bar is not None:
             self.bar.stop()
 
     def close(self) -> None:
-        """Flush and close all outputs."""
+        """Write pending data and close all files."""
         self.stop_bar()
         if self.wandb is not None:
             self.wandb.finish()
@@ -121,12 +119,12 @@ class Reporter:
         if not path.exists():
             return []
         points: list[dict[str, Any]] = []
-        end = 0  # bytes of the records that stay: steps ascend, so the others are all behind them
+        end = 0  # length of the records that stay; records of later steps follow them
         with open(path, "r+b") as file:
             for line in file:
                 try:
                     record = json.loads(line)
-                except ValueError:  # the last line of a killed process
+                except ValueError:  # a killed process may leave an incomplete last line
                     break
                 if not 0 < step >= record["step"]:
                     break
@@ -136,7 +134,10 @@ class Reporter:
         return points
 
     def _remember(self, points: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
-        """Keep what the picture shows of a record; once there are many steps, of every second one."""
+        """Keep the plotted fields of a record.
+
+        Beyond ``MOST_POINTS`` records, every second training record is dropped.
+        """
         points.append({key: record[key] for key in self.drawn if key in record})
         if len(points) > MOST_POINTS:
             train = [point for point in points if point["kind"] == "train"]
@@ -160,7 +161,7 @@ class Reporter:
 
 
 class NullReporter(Reporter):
-    """The reporter of processes that report nothing."""
+    """A reporter that writes nothing, for all ranks except rank 0."""
 
     def __init__(self) -> None: ...
 
@@ -175,7 +176,10 @@ class NullReporter(Reporter):
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """One greppable line: ``key=value`` pairs; expert load shows the worst layer of each modality."""
+    """Format the record of a step as one line of ``key=value`` pairs.
+
+    The expert load is that of the least balanced layer for each modality (text, images): max/mean, and entropy in nats.
+    """
     parts = [
         f"step={record['step']}",
         f"loss={shown(record['loss'], '.4f')}",
@@ -194,7 +198,10 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """The same for an evaluation; the sources of a mixture follow, and the recall of the indexers."""
+    """Format the record of an evaluation as one line of ``key=value`` pairs.
+
+    With a mixture of data sources, the loss on each source follows; last comes the recall of the indexers.
+    """
     parts = [
         f"step={record['step']}",
         f"valid_loss={record['loss']:.4f}",
@@ -211,12 +218,12 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A number, or a dash where there was nothing to measure."""
+    """Format a number; None, which means that there was nothing to measure, becomes a dash."""
     return "-" if value is None else format(value, form)
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: of the device for CUDA, resident memory of this process for the CPU."""
+    """Return the peak memory in GiB: allocated GPU memory with CUDA, resident memory of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

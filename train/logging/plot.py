@@ -1,4 +1,4 @@
-"""Plots of a run, as PNG files. The only importer of matplotlib."""
+"""Plots of a run, as PNG files. Only this file imports matplotlib."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 STYLES: dict[str, dict[str, Any]] = {"train": {"linewidth": 0.8, "alpha": 0.7}, "valid": {"marker": "o"}}
-SIZE = (8.0, 4.5)  # inches, of a single panel
+SIZE = (8.0, 4.5)  # size of a single panel in inches
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind of record (a key of ``STYLES``)."""
+    """The points of one curve. Its kind (a key of ``STYLES``) determines how it is drawn."""
 
     kind: str
     x: Sequence[float]
     y: Sequence[float]
     label: str | None
-    shade: float | None = None  # a colour between 0 (dark) and 1 (bright); None: matplotlib's next
-    joined: bool = True  # by a line
+    shade: float | None = None  # colour from 0 (dark) to 1 (bright); None: matplotlib's next colour
+    joined: bool = True  # whether a line joins the points
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its series."""
+    """One plot: the labels of its axes and the curves drawn in it."""
 
     xlabel: str
     ylabel: str
@@ -34,12 +34,12 @@ class Panel:
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw(path: Path, panels: Sequence[Panel], size: tuple[float, float] = SIZE) -> None:
-    """Draw the panels side by side; the last one has the legend."""
+    """Draw several plots side by side into one PNG file; the last plot shows the legend."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

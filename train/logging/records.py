@@ -1,4 +1,4 @@
-"""The records of steps and evaluations: plain numbers, as ``metrics.jsonl`` holds them."""
+"""The records of steps and evaluations: plain numbers, as ``metrics.jsonl`` stores them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ MODALITIES = ("text", "image")
 
 
 def load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
-    """Per modality that had tokens: load max/mean and entropy (nats) of every layer. ``load``: [layers, 2, experts]."""
+    """Compute max/mean and entropy (nats) of the expert load of every layer, for each modality that had tokens.
+
+    load: number of tokens that each expert received, [layers, 2 (text, images), experts].
+    """
     worst, entropy = load_statistics(load)
     present = load.sum((0, 2)) > 0
     return {

@@ -1,17 +1,17 @@
-"""Text of models and data on a terminal."""
+"""Makes text that models or data contain safe to print on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-LINE_ENDS = "\n\t"  # are shown as what they are
+LINE_ENDS = "\n\t"  # control characters that stay unchanged
 
 
 def visible(text: str) -> str:
-    """The text with control characters and escape sequences spelled out (`\\x1b`).
+    """Replace control characters and escape sequences by their escaped spelling, such as `\\x1b`.
 
-    They neither act on a terminal then nor make a log a binary file. Half surrogates are among them, and characters
-    that change the direction of writing, but not the joiners of scripts and emoji.
+    So printed text cannot control the terminal, and a log file stays a text file. Lone surrogates and characters that
+    change the direction of writing are replaced too; the zero-width joiners of scripts and emoji stay unchanged.
     """
     return "".join(char if char in LINE_ENDS or not _acts(char) else _spelled(char) for char in text)
 

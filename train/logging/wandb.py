@@ -1,4 +1,4 @@
-"""Weights & Biases. The only importer of wandb."""
+"""Weights & Biases (W&B). Only this file imports wandb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.config.schema import Config, to_dict
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Nested numbers as (dotted key, value); lists are numbered."""
+    """Flatten the nested numbers of a record to (dotted key, value) pairs; list items get their index as key."""
     found: list[tuple[str, float]] = []
     for key, value in record.items():
         name = f"{prefix}{key}"
@@ -28,7 +28,7 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, floa
 
 
 def start(config: Config) -> Any:
-    """The W&B run: a new one, or the one that an earlier process started for this run directory."""
+    """Start a W&B run, or continue the one that an earlier process started for this run directory."""
     import wandb
 
     known = config.run_dir / "wandb_id"
@@ -49,7 +49,10 @@ def start(config: Config) -> Any:
 
 
 def _mode(seconds: float = 3.0) -> Literal["online", "offline"] | None:
-    """None if WANDB_MODE is set, which W&B obeys; else online if there is a key and the server answers, or offline."""
+    """Choose the W&B mode: online if an API key exists and the server answers within ``seconds``, otherwise offline.
+
+    Returns None if the environment variable WANDB_MODE is set, which W&B itself reads.
+    """
     import wandb
 
     if os.environ.get("WANDB_MODE"):

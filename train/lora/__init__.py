@@ -1,8 +1,8 @@
-"""LoRA: low-rank factors beside frozen weights. Imports ``train.config`` and ``model``.
+"""LoRA: low-rank factors added to frozen weights. This package imports ``train.config`` and ``model``.
 
-Read inject.py. Each file imports only those before it:
+Read inject.py first. Each file imports only those above it:
 
-    targets        what can be given factors, by name
-    peft_format    adapters on disk, as peft writes them
-    inject         the factors in the model; training, saving, merging
+    targets        the names of the groups of modules that can get factors
+    peft_format    reads adapters that are stored in `peft`'s format
+    inject         adds the factors to a model, and trains, saves and merges them
 """

@@ -1,12 +1,15 @@
-"""LoRA: small trained factors beside frozen weights, by means of `peft` (which only this file imports).
+"""LoRA: trains low-rank factors that are added to frozen weights, with the library `peft` (only imported here).
 
-Linear layers and the embedding get `peft`'s own layers. The three classes here do the same for modules that `peft` does
-not know: the block-diagonal output projection, the head (whose weight the chunked losses read) and the stacked routed
-experts. A weight W [out, in] acts as W + alpha / rank * B A, with A [rank, in] drawn at random and B [out, rank]
-initially zero; an embedding [rows, dim] has B [dim, rank] drawn and A [rank, rows] zero. Each expert has its own A and
-B, stacked along the first dimension and split over ranks as the experts are; W + B A is never formed for them.
+Linear layers and the embedding get `peft`'s own LoRA layers. The three classes here are LoRA layers for modules that
+`peft` does not support: the block-diagonal output projection, the output head (whose weight the chunked losses read
+directly) and the stacked routed experts.
 
-An adapter on disk has `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` loads it onto a plain model.
+With LoRA a weight W [out, in] is replaced by W + alpha / rank * B A. A [rank, in] is initialised at random and B
+[out, rank] with zeros. For an embedding [rows, dim], B [dim, rank] is initialised at random and A [rank, rows] with
+zeros. Each expert has its own A and B. They are stacked along the first dimension and split over ranks like the
+experts; the sum W + B A is never computed for experts during training.
+
+Adapters are saved in `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` adds one to a plain model.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ NAME = "default"  # `peft`'s name for the only adapter
 
 
 class _Wrapper(nn.Module, LoraLayer):
-    """Common part of the layers below: a base layer, and the changes of its weights for merging."""
+    """Base class of the LoRA layers below. It holds the frozen layer and computes the change of its weight."""
 
     base_layer: Any
     lora_A: Any
@@ -58,13 +61,13 @@ class _Wrapper(nn.Module, LoraLayer):
         return module.weight.shape[1], module.weight.shape[0]
 
     def changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """(weight of the base layer, what the adapter adds to it) pairs."""
+        """Yield each weight of the frozen layer together with the matrix that the adapter adds to it."""
         product = self.lora_B[adapter].weight @ self.lora_A[adapter].weight
         yield self.base_layer.weight, product * self.scaling[adapter]
 
     @property
     def in_use(self) -> list[str]:
-        """The adapters that the forward pass adds."""
+        """Names of the adapters that the forward pass currently adds."""
         off = self.disable_adapters or self.merged
         return [] if off else [name for name in self.active_adapters if name in self.lora_A]
 
@@ -83,7 +86,7 @@ class _Wrapper(nn.Module, LoraLayer):
 
 
 class GroupedLora(_Wrapper):
-    """LoRA of a `GroupedLinear`: its groups share A, and each has its own rows of B."""
+    """LoRA layer for a `GroupedLinear`. All groups share A, and each group has its own rows of B."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
@@ -95,7 +98,11 @@ class GroupedLora(_Wrapper):
 
 
 class HeadLora(_Wrapper):
-    """LoRA of the head, whole on every rank even if the head is split. No dropout: losses read the weight alone."""
+    """LoRA layer for the output head.
+
+    Every rank holds the whole factors, even if the head itself is split over ranks. Dropout is not supported, because
+    the losses read only the weight of the head and never call the layer.
+    """
 
     def _get_in_out_features(self, module: Any) -> tuple[Any, Any]:
         return module.in_features, module.shard.total
@@ -105,7 +112,7 @@ class HeadLora(_Wrapper):
             yield weight, change[self.base_layer.shard.start : self.base_layer.shard.stop]
 
     def full_weight(self) -> Tensor:
-        """The changed weight [rows, dim] of all ranks."""
+        """Return the whole weight of the head over all ranks with the adapter added, [rows, dim]."""
         weight = self.base_layer.full_weight()
         for name in self.in_use:
             weight = weight + self.scaling[name] * (self.lora_B[name].weight @ self.lora_A[name].weight)
@@ -116,7 +123,7 @@ class HeadLora(_Wrapper):
 
 
 class ExpertsLora(_Wrapper):
-    """LoRA of `Experts`: lora_A.w1 [E, rank, in] and lora_B.w1 [E, out, rank], likewise w2 and w3."""
+    """LoRA layer for `Experts`: lora_A.w1 [E, rank, in] and lora_B.w1 [E, out, rank]; the same for w2 and w3."""
 
     def __init__(self, base_layer: Experts, *args: Any, **kwargs: Any):
         super().__init__(base_layer, *args, **kwargs)
@@ -136,12 +143,12 @@ class ExpertsLora(_Wrapper):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def added(self, weight: str, rows: Tensor, ends: Tensor) -> Tensor | float:
-        """What the adapters add to `Experts.linear`."""
+        """Compute what the adapters add to the result of `Experts.linear` for one of the weights w1, w2 and w3."""
         total: Tensor | float = 0.0
         for name in self.in_use:
             missing = (
                 -self.r[name] % 8
-            )  # the grouped product needs rows that are multiples of 16 bytes; zeros add nothing
+            )  # grouped matrix products need rows of a multiple of 16 bytes, so zeros are appended
             a, b = self.lora_A[name][weight], self.lora_B[name][weight]
             low = grouped_linear(self.lora_dropout[name](rows), F.pad(a, (0, 0, 0, missing)), ends)
             total = total + self.scaling[name] * grouped_linear(low, F.pad(b, (0, missing)), ends)
@@ -157,8 +164,9 @@ class ExpertsLora(_Wrapper):
 
 
 class Trained(nn.Module):
-    """The part of a model with an adapter that a run changes: the adapter's parameters and the router biases, under the
-    model's names.
+    """The part of a LoRA model that training changes: the parameters of the adapter and the router biases.
+
+    Its state dict has the names of the model, so checkpoints of a LoRA run hold only these tensors.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -171,10 +179,13 @@ class Trained(nn.Module):
 
 
 def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
-    """Freeze `model` and add an adapter, in place. The initial values are those that a single process would draw.
+    """Freeze `model` and add LoRA layers to it, in place.
+
+    The initial values of the factors do not depend on the number of processes.
 
     Raises:
-        ConfigError: a target matches nothing in this model, or what it matches is split over ranks.
+        ConfigError: a name in `lora.targets` matches no module of this model, or a module that is split over ranks and
+            does not support LoRA then.
     """
     modules = list(_target_modules(model, config.targets))
     choice = peft.LoraConfig(
@@ -192,13 +203,13 @@ def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
 
 
 def trained_parameters(model: DeepseekV41) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by name."""
+    """Return the parameters of the adapter by name."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as if it had no adapter. Which parameters are trained stays as it is."""
+    """Context in which the model computes without its adapter. It does not change which parameters are trained."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True
@@ -210,12 +221,12 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merge(model: nn.Module) -> None:
-    """Add the adapter to the weights and remove it, in place: the model is a plain one again."""
+    """Add the adapter to the weights and remove the LoRA layers, in place."""
     wrappers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, module in wrappers.items():
         module.merge()
         parent, _, leaf = name.rpartition(".")
-        if parent not in wrappers:  # `peft` nests several wrappers of one module
+        if parent not in wrappers:  # `peft` nests several wrappers around one module
             base = module.get_base_layer()
             if isinstance(base, Experts):
                 base.adapter = None
@@ -224,10 +235,11 @@ def merge(model: nn.Module) -> None:
 
 
 def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> None:
-    """Write the adapter in `peft`'s format, whole or not at all. All ranks call it; the first one writes.
+    """Save the adapter in `peft`'s format. All ranks call this together; rank 0 writes the files, all of them or none.
 
-    base: the checkpoint that it belongs to, recorded for the reader. biases: the run moved the router biases, which
-    `peft` does not know; they go into a separate file.
+    Args:
+        base: the checkpoint that the adapter belongs to; its name is stored in the adapter's configuration.
+        biases: whether the run updated the router biases. `peft` does not support these, so a separate file holds them.
     """
     tensors = dict(_tensors(model))
     if dist.is_initialized() and dist.get_rank():
@@ -250,20 +262,24 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         if biases:
             save_file(_biases(model), work / BIASES)
-        for path in work.iterdir():  # the library makes its files readable by the owner only
+        for path in work.iterdir():  # `peft` creates files that only their owner can read
             path.chmod(0o644)
 
 
 def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
-    """The modules that the targets match. Raises ``ConfigError`` naming every target without any."""
+    """Return the names of the modules that the targets match.
+
+    Raises:
+        ConfigError: some targets match no module; the message names them.
+    """
     names = [name for name, _ in model.named_modules()]
     problems = []
     for target in targets:
         found = [name for name in names if re.fullmatch(LORA_TARGETS[target], name)]
         if not found:
-            problems.append(problem("lora.targets", target, "this model has no such part", "Leave it out"))
+            problems.append(problem("lora.targets", target, "this model has no such part", "Leave that target out"))
         if target == "embed" and model.embed.shard.ranks.size > 1:
-            rule = "not where the embedding is split over ranks"
+            rule = "cannot be used if the embedding is split over ranks (parallel.shard_embeddings)"
             problems.append(problem("lora.targets", target, rule, "Use parallel.shard_embeddings=false"))
         yield from found
     if problems:
@@ -271,7 +287,7 @@ def _target_modules(model: DeepseekV41, targets: list[str]) -> Iterator[str]:
 
 
 def _mark(module: ExpertsLora) -> None:
-    """Mark the adapter of split experts as split like them."""
+    """If the experts are split over ranks, mark the factors of the adapter as split in the same way."""
     for weight in STACK:
         shard = getattr(getattr(module.base_layer, weight), "shard", None)
         if shard is not None:
@@ -280,7 +296,7 @@ def _mark(module: ExpertsLora) -> None:
 
 @torch.no_grad()
 def _draw(model: DeepseekV41, seed: int) -> None:
-    """Initial values as `peft` draws them, but with a separate generator for each tensor and each expert."""
+    """Initialise the factors as `peft` does, but with a separate random generator for each tensor and each expert."""
     for name, parameter in trained_parameters(model).items():
         drawn = ".lora_A." in name or ".lora_embedding_B." in name
         if not drawn:
@@ -298,15 +314,15 @@ def _start(key: str, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest()))
     if ".lora_embedding_B." in key:
         return torch.randn(like.shape, generator=generator)
-    bound = like.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5), as for a linear layer
+    bound = like.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5), as torch initialises linear layers
     return torch.rand(like.shape, generator=generator) * (2 * bound) - bound
 
 
 def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
-    """The adapter under `peft`'s names and in its shapes, on the CPU. All ranks call it together.
+    """Yield the tensors of the adapter with the names and shapes that `peft` uses, on the CPU.
 
-    `peft` nests the wrappers of a stack's three weights, w1 innermost. It has A [E * rank, in] expert by expert, and B
-    [out, rank * E] with the columns of all experts next to each other.
+    All ranks call this together. For stacked experts `peft` nests the wrappers of the three weights, w1 innermost. It
+    stores A as [E * rank, in], expert after expert, and B as [out, rank * E], in which the expert index runs fastest.
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLora):
@@ -325,7 +341,7 @@ def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """The rows of all ranks."""
+    """Return a parameter with the rows that all ranks hold."""
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return parameter.detach().cpu()

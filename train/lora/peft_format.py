@@ -1,5 +1,6 @@
-"""Reads an adapter in `peft`'s format as changes of the weights it belongs to, a few rows at a time, without a
-model.
+"""Reads a LoRA adapter in `peft`'s format as changes to weights, which can be applied to a few rows at a time.
+
+So an adapter can be merged into a checkpoint on disk without building the model.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from model.checkpoint.convert import Change
 from model.checkpoint.names import MERGED
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-BIASES = "router_biases.safetensors"  # beside an adapter whose run moved them; `peft` does not know this file
-PREFIX = "base_model.model."  # of the names in WEIGHTS; followed by "model." if `peft` wrapped the transformers class
+BIASES = "router_biases.safetensors"  # router biases, if the LoRA run updated them; `peft` ignores this file
+PREFIX = "base_model.model."  # of names in WEIGHTS; followed by "model." if `peft` wrapped the transformers class
 STACK = ("w1", "w2", "w3")  # the weights of stacked experts, in registration order
 _NAME = re.compile(re.escape(PREFIX) + r"(?:model\.)?(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_embedding_A)")
-# Settings with which an adapter is alpha / rank * B A beside unchanged weights. All others must be off.
+# Settings that a plain adapter (alpha / rank * B A added to unchanged weights) may have. All others must be off.
 _USUAL = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights", "target_modules", "target_parameters"),
@@ -37,27 +38,28 @@ _KEEP_THE_BASE = (
     "gaussian",
     "orthogonal",
     "eva",
-)  # values of init_lora_weights; others change the base weights
+)  # values of init_lora_weights; all other values change the base weights
 
 
 def read_changes(folder: Path, experts: int) -> dict[str, Change]:
-    """Released tensor name -> change, for everything that the adapter in `folder` changes. `experts`: routed experts
-    per layer of the model.
+    """Read the adapter in `folder`. Returns the change of each tensor that it changes, by released tensor name.
+
+    experts: number of routed experts in each layer of the model.
 
     Raises:
-        ValueError: it is not a LoRA adapter, is of an unsupported kind, or is damaged.
+        ValueError: the folder holds no LoRA adapter, an unsupported kind of adapter, or a damaged one.
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS)
         biases = load_file(folder / BIASES) if (folder / BIASES).is_file() else {}
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder} holds no adapter that can be read: {error}") from None
+        raise ValueError(f"{folder} does not hold a readable LoRA adapter: {error}") from None
     if odd := list(_oddities(config)):
-        raise ValueError(f"{folder / CONFIG} is not that of a plain LoRA adapter: {', '.join(odd)}")
+        raise ValueError(f"{folder / CONFIG} is not the configuration of a plain LoRA adapter: {', '.join(odd)}")
     for name, tensor in (tensors | biases).items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{folder}: {name} has a NaN or infinite value")
+            raise ValueError(f"{folder}: tensor {name} has a NaN or infinite value")
     try:
         changes = dict(_factor_changes(tensors, config, experts))
     except ValueError as error:
@@ -66,10 +68,10 @@ def read_changes(folder: Path, experts: int) -> dict[str, Change]:
 
 
 def merged_record(adapter: Path, base: Path) -> str:
-    """The text of the file that names the adapters merged into a checkpoint, once `adapter` is merged into `base`.
+    """Return the content of the file that lists the adapters merged into a checkpoint, with `adapter` added to it.
 
     Raises:
-        ValueError: it has been merged into `base` before; a second time would count twice.
+        ValueError: the adapter is already merged into the checkpoint `base`.
     """
     with (adapter / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
@@ -77,14 +79,14 @@ def merged_record(adapter: Path, base: Path) -> str:
     merged = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     if digest in merged:
         raise ValueError(
-            f"the adapter in {adapter} has already been merged into {base} ({path.name} names it); merged once more it "
-            "would count twice. Name the checkpoint that it was trained on"
+            f"the adapter in {adapter} has already been merged into {base} ({path.name} names it); a second merge "
+            "would apply it twice. Name the checkpoint that the adapter was trained on"
         )
     return json.dumps([*merged, digest], indent=2) + "\n"
 
 
 def _oddities(config: Any) -> Iterator[str]:
-    """Reasons why a configuration is not that of a plain LoRA adapter."""
+    """Yield the reasons why an adapter with this configuration is not a plain LoRA adapter."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         yield "peft_type is not LORA"
         return
@@ -108,7 +110,7 @@ def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts:
         other = key.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
         a, b = left.pop(key), left.pop(other, None)
         if b is None:
-            raise ValueError(f"{key} is without its other factor")
+            raise ValueError(f"factor {key} has no matching factor {other}")
         count = experts if module.endswith(".experts") else 1
         if a.dim() != 2 or b.dim() != 2 or not rank * count == a.shape[0] == b.shape[1]:
             wanted = f"[{rank * count}, in] and [out, {rank * count}]"
@@ -123,12 +125,14 @@ def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts:
                 own_a, own_b = a.unflatten(0, (experts, -1))[expert], b.unflatten(1, (-1, experts))[:, :, expert]
                 yield _added(f"{module}.{expert}.{weight}.weight", own_b, own_a, scaling)
     if left:
-        raise ValueError(f"{min(left)} is no factor of a weight, or without its other factor")
+        raise ValueError(f"tensor {min(left)} is not a LoRA factor, or its matching factor is missing")
 
 
 def _stacked(module: str, depth: int, targets: list[str]) -> str:
-    """Which weight of stacked experts a wrapper at this depth belongs to: `peft` nests the wrappers of those that
-    `target_parameters` names, the first registered one innermost.
+    """Return which weight of stacked experts (w1, w2 or w3) a LoRA wrapper belongs to.
+
+    `peft` nests the wrappers of the weights that `target_parameters` names; w1 is innermost. depth: nesting depth of
+    the wrapper, counted from the outermost one.
     """
     named = [w for w in STACK if any(f".model.{module}.{w}".endswith(f".{target}") for target in targets)]
     if depth >= len(named):

@@ -1,9 +1,9 @@
-"""What LoRA can be applied to, and the names of those layers in the model."""
+"""The groups of modules that LoRA can be applied to, and the names of these modules in the model."""
 
 LAYER = r"layers\.\d+\."
 BLOCK = r"vision\.blocks\.\d+\."
 
-# Name in `lora.targets` -> pattern of the modules that get factors.
+# Name in `lora.targets` -> regular expression for the names of the modules that get factors.
 LORA_TARGETS = {
     "attention": LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)",
     "compressor": LAYER + r"attn\.compressor\.(wkv|wgate)",

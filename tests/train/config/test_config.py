@@ -507,5 +507,8 @@ def test_a_run_without_matplotlib_draws_nothing_and_says_so(make_config, monkeyp
     config = make_config()
     load_task("pretrain")(config)
     text = (config.run_dir / "train.log").read_text(encoding="utf-8")
-    assert text.count("no loss.png: matplotlib is not installed") == 1 and "loss.png" not in text.partition("\n")[2]
+    assert (
+        text.count("loss.png is not drawn: matplotlib is not installed") == 1
+        and "loss.png" not in text.partition("\n")[2]
+    )
     assert not (config.run_dir / "loss.png").exists()

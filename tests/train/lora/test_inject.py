@@ -159,7 +159,7 @@ def test_an_adapter_is_merged_into_the_released_layout_and_nothing_else_changes(
     found, expected = (load_pretrained(folder).state_dict() for folder in (merged, tmp_path / "expected"))
     for name, tensor in found.items():  # products may differ in the last bit, and codes by one where that decides
         assert (tensor - expected[name]).abs().mean() <= 1e-3 * tensor.abs().mean(), name
-    with pytest.raises(ValueError, match="holds no adapter that can be read"):
+    with pytest.raises(ValueError, match="does not hold a readable LoRA adapter"):
         convert_with(base, released, tmp_path / "x", "released")
     again = convert_with(None, merged, tmp_path / "again", "bf16")
     for folder in (merged, again):  # peft 1355: it would count twice, also after another conversion
@@ -188,7 +188,7 @@ def test_an_adapter_of_peft_on_the_transformers_class_is_merged(base: Path, tmp_
 
 A, B = "layers.0.attn.wq_a.lora_A.weight", "layers.0.attn.wq_a.lora_B.weight"
 DAMAGED = [
-    ({"r": 0}, {}, "not that of a plain LoRA adapter: r = 0"),
+    ({"r": 0}, {}, "not the configuration of a plain LoRA adapter: r = 0"),
     ({"lora_alpha": None}, {}, "lora_alpha = None"),
     ({"r": 8}, {}, r"the factors of .* must be \[8, in\] and \[out, 8\]"),
     ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa'"),
@@ -198,8 +198,8 @@ DAMAGED = [
     ({}, {A: lambda t: t[:, 1:]}, r"wq_a.weight is \[.*, its change is for \["),
     ({}, {B: lambda t: t[1:]}, r"wq_a.weight is \[.*, its change is for \["),
     ({}, {A: lambda t: t / 0}, f"{A} has a NaN or infinite value"),
-    ({}, {A: lambda t: None}, f"{B} is no factor of a weight, or without its other factor"),
-    ({}, {B: lambda t: None}, f"{A} is without its other factor"),
+    ({}, {A: lambda t: None}, f"{B} is not a LoRA factor, or its matching factor is missing"),
+    ({}, {B: lambda t: None}, f"{A} has no matching factor .*{B}"),
     ({}, {"layers.0.ffn.experts.base_layer.lora_A.weight": lambda t: t[4:]}, "the factors of layers.0.ffn.experts are"),
 ]
 
