@@ -18,6 +18,7 @@ A file imports only from lines above its own (and of its own package):
     checkpoint
     sampling, dspark
     generation
+    huggingface_speculation
     huggingface
 
 What is exported here is imported when it is first asked for, so that reading a configuration loads no torch.

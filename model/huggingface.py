@@ -6,7 +6,7 @@
 
 Weights are read and written by `model/checkpoint`, so folders are in the released layout and names: plain, bf16 or
 quantised. Under `Trainer` and TRL's trainers the whole method trains (`training_losses="full"`): see
-`DeepseekV41ForCausalLM.training_losses`. Nothing else in `model/` imports transformers.
+`DeepseekV41ForCausalLM.training_losses`. Only this file and huggingface_speculation.py import transformers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from model.cache.pages import Cache
 from model.cache.step import Step
 from model.checkpoint.load import load_pretrained
 from model.checkpoint.names import COMPANIONS, SCALES, own_state
-from model.checkpoint.released import INDEX, is_quantised
+from model.checkpoint.released import INDEX, is_quantised, read_headers
 from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
+from model.dspark import Drafter, load_drafter
 from model.engram import build_token_map
+from model.huggingface_speculation import continued, hindrances
 from model.layout import SequenceLayout
 from model.training_losses import count_denominators, training_losses
 
@@ -147,6 +149,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             model's parameters, the router biases are adjusted by the expert load of the whole step, over all processes.
             "lm": only the trainer's own loss; indexers and router biases do not change.
         router_bias_rate: how far a router bias moves in one step.
+        drafter: the drafter of the folder, or None. It belongs to no trainer: its weights are not among the model's
+            parameters, and stay. `generate` decodes with it, see `prepare_inputs_for_generation`.
 
     The added losses are means over a micro-batch. With labels, they are weighted by the micro-batch's share of the
     step's targets (`num_items_in_batch`), so that micro-batches and processes add up. Without labels (trainers that
@@ -168,11 +172,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         model: DeepseekV41 | None = None,
         runtime: ForwardOptions | None = None,
         tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
+        drafter: Drafter | None = None,
     ):
         super().__init__(config)
         if model is None:
             model = _new_model(config.to_model_config(), runtime, tokenizer)
         self.model = model
+        self._drafter = (drafter,)  # in a tuple: not a submodule
         self.training_losses: Literal["full", "lm"] = "full"
         self.router_bias_rate = 1e-3
         self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens of each expert since the last step
@@ -187,6 +193,16 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     def init_weights(self) -> None:
         """Nothing to do: the model comes with its weights."""
 
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DeepseekV41ForCausalLM:
+        """Move or cast the model, and with it the drafter."""
+        if self.drafter is not None:
+            self.drafter._apply(fn, recurse)
+        return super()._apply(fn, recurse)
+
     # Folders
 
     @classmethod
@@ -200,12 +216,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         device_map: Any = None,
         runtime: ForwardOptions | None = None,
         training_losses: Literal["full", "lm"] = "full",
+        drafter: bool = True,
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
         """A model in evaluation mode from a folder in the released layout, or from the hub.
 
         dtype: dtype of the matrices; None or "auto" keeps the folder's (quantised weights become bf16). device_map:
-        one device, also written as {"": device} or "auto". training_losses: see the class. config: used in place of the
+        one device, also written as {"": device} or "auto". training_losses: see the class. drafter: False leaves out
+        the drafter of a folder that has one. config: used in place of the
         folder's, which must describe the same model (else ValueError). Also raises what `model.load_pretrained` raises,
         and TypeError for an option that this model does not support.
         """
@@ -219,7 +237,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype = _dtype(dtype if dtype is not None else torch_dtype, own)
         core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
         config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
-        model = cls(config, core)
+        drafts = drafter and any(name.startswith("mtp.") for name in read_headers(folder))
+        model = cls(config, core, drafter=load_drafter(folder, core) if drafts else None)
         model.training_losses = training_losses
         model.companions = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
         if "generation_config.json" in model.companions:
@@ -237,8 +256,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         variant: str | None = None,
         **_: Any,
     ) -> None:
-        """Write a folder in the released layout: weights, config.json, and the small files of the folder that the model
-        was loaded from.
+        """Write a folder in the released layout: weights (the drafter's too), config.json, and the small files of the
+        folder that the model was loaded from.
 
         format="released" quantises the weights as in the released checkpoint. Other files that are already in the
         folder stay, also those of a tokenizer. New weights are moved into the folder only when all are written. Raises
@@ -255,7 +274,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
             new = Path(work) / "new"
-            save_pretrained(self.model, new, shard_bytes=_bytes(max_shard_size), format=format)
+            save_pretrained(self.model, new, shard_bytes=_bytes(max_shard_size), format=format, drafter=self.drafter)
             self.generation_config.save_pretrained(new)
             for name, content in self.companions.items():
                 if name != "generation_config.json" and not (folder / name).exists():
@@ -421,10 +440,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
         decoding: Decoding | None = None,
+        use_drafter: bool | None = None,
         **_: Any,
     ) -> dict[str, Any]:
         """The arguments of the next forward pass. They always hold the whole sequences: `decoding` knows which tokens
         are new; without `decoding` every step passes all tokens again. Only text is generated.
+
+        use_drafter, an argument of `generate`, is read by `_sample`: True demands the drafter, False does without, None
+        uses it where it can serve.
         """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]
@@ -441,6 +464,30 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             decoding=decoding,
         )
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        use_drafter: bool | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """The loop of `generate` for greedy and sampled tokens: with the drafter where one can serve, else
+        transformers'. Raises ValueError if `use_drafter` is True and it cannot, saying why.
+        """
+        against = hindrances(logits_processor, stopping_criteria, generation_config, streamer, inputs)
+        if use_drafter and (against or self.drafter is None):
+            why = f"cannot draft under {', '.join(against)}" if self.drafter is not None else "there is no drafter"
+            raise ValueError(f"use_drafter=True: {why}; leave it out to decode without one")
+        if use_drafter is False or against or self.drafter is None:
+            rest = dict(synced_gpus=synced_gpus, streamer=streamer, **inputs)
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **rest)  # type: ignore
+        mask = inputs.get("attention_mask")
+        return continued(self.drafter, input_ids, mask, logits_processor, stopping_criteria, generation_config)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *_: Any, **__: Any) -> None:
         if generation_config.use_cache is not False:

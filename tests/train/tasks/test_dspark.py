@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model import Request, Sample, build_drafter, load_drafter, load_pretrained
+from model import Request, Sample, build_drafter, convert_checkpoint, load_drafter, load_pretrained
 from model.generation import generate
+from model.packed import holds_packed
 from tests.model.tiny import no_rounding  # noqa: F401
 from tests.train.test_resume import numbers
 from train import loop
@@ -116,6 +118,33 @@ def test_resumed_runs_are_the_same(make, monkeypatch) -> None:
     assert kept == numbers(whole.run_dir)
     state = stored(config.run_dir / "checkpoints" / f"step-{kept[-1]['step']:08d}")
     assert all(name.startswith(("model.mtp.", "optimizer.mtp.", "random.")) for name in state)
+
+
+def test_a_packed_backbone_is_the_one_on_its_values(make, origin: Path, tmp_path: Path, no_rounding) -> None:  # noqa: F811
+    """The same numbers and drafters; the backbone's bytes go from folder to folder; decoding with it works."""
+    released = tmp_path / "released"
+    convert_checkpoint(origin, released, "released")
+    shutil.copy(origin / "tokenizer.json", released)
+    settings = ("task.tokens=700", "checkpoint.export=released")
+    packed, values = (
+        make(f"name={kind}", f"runtime.frozen={kind}", *settings, init_from=released) for kind in ("packed", "values")
+    )
+    for config in (packed, values):
+        dspark.run(config)
+        assert holds_packed(build(config).backbone) == (config is packed)
+    assert len(numbers(packed.run_dir)) > 4 and numbers(packed.run_dir) == numbers(values.run_dir)
+    before, after, other = map(stored, (released, packed.run_dir / "export", values.run_dir / "export"))
+    for name, tensor in after.items():
+        assert torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        if not name.startswith("mtp."):
+            assert torch.equal(before[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    backbones = [load_pretrained(packed.run_dir / "export", torch.float32, packed=kind) for kind in (True, False)]
+    assert holds_packed(backbones[0])
+    requests = [Request((9, 8, 7, number), 10, temperature=0) for number in range(4)]
+    drafted = [generate(m, requests, drafter=load_drafter(packed.run_dir / "export", m)) for m in backbones]
+    plain = [generate(m, requests) for m in backbones]
+    tokens = [[sample.tokens for sample in samples] for samples in (*drafted, *plain)]
+    assert all(found == tokens[0] for found in tokens) and all(sample.accepted for sample in drafted[0])
 
 
 def test_micro_batches_are_the_larger_batch(make) -> None:
