@@ -89,7 +89,8 @@ def build_loaders(
     refuse(wrong + list(dict.fromkeys(problems)))
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
-    collator = Collator(seq_len, special, next(filter(None, sizes.values()), None))
+    pairs = any(SOURCES[part.source].pairs for part in parts.values())
+    collator = Collator(seq_len, special, next(filter(None, sizes.values()), None), pairs)
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)
@@ -175,6 +176,11 @@ def argument_problems(
             not missing,
             f"data.source={cfg.source}: the tokenizer has no {', '.join(missing)}; add these tokens to it or use "
             "another tokenizer",
+        ),
+        (
+            not kind.pairs or special_ids(tokenizer).bos is not None,
+            f"data.source={cfg.source}: the tokenizer has no token for the beginning of a text (BOS), which separates "
+            "the two answers of a pair; add one to it or use another tokenizer",
         ),
     ]
     return [message for ok, message in checks if not ok]

@@ -21,15 +21,17 @@ class Collator:
         input_ids: int64 [B, S], the token ids.
         labels: int64 [B, S], the target labels, not shifted. A label is IGNORE_INDEX at padding, at image tokens, at
             the first token of every piece of a document, and where the loss mask is False.
-        seq_lens: int64 [B, pieces], the lengths of the pieces of documents in each row, padded with zeros.
+        seq_lens: int64 [B, pieces], the lengths of the pieces of documents in each row, padded with zeros. With
+            `pairs` every document counts as two pieces: the conversation with the preferred answer, then the one with
+            the rejected answer.
     A batch from a source with images also has:
         pixel_values: float32 [patches, 3, p, p], the patches of all images.
         image_grid_hws: int64 [images, 2], height and width of each image in patches.
         vision_token_types: int64 [B, S], the types of image tokens (see `Grid.token_types`), -1 for text.
     """
 
-    def __init__(self, seq_len: int, special: SpecialIds, vision: VisionSettings | None):
-        self.seq_len, self.special, self.vision = seq_len, special, vision
+    def __init__(self, seq_len: int, special: SpecialIds, vision: VisionSettings | None, pairs: bool = False):
+        self.seq_len, self.special, self.vision, self.pairs = seq_len, special, vision, pairs
 
     def collate(self, chosen: list[tuple[PackingWindow, int]]) -> Batch:
         """Make a batch of the chosen rows, each given as (window, row number). The row number -1 stands for a row of
@@ -43,11 +45,12 @@ class Collator:
         for i, (window, row) in enumerate(chosen):
             store, rows, at = window.store, window.rows, 0
             pieces = range(rows.offsets[row], rows.offsets[row + 1]) if row >= 0 else ()
-            lengths.append([int(rows.length[piece]) for piece in pieces])
+            lengths.append([])
             for piece in pieces:
                 document, length = int(rows.document[piece]), int(rows.length[piece])
                 first = int(store.offsets[document] + rows.start[piece])
                 ids[i, at : at + length] = store.tokens[first : first + length]
+                lengths[-1] += self._halves(ids[i, at : at + length]) if self.pairs else [length]
                 targets = ids[
                     i, at + 1 : at + length
                 ]  # no label at a piece's first token: nothing before it predicts it
@@ -63,6 +66,11 @@ class Collator:
             batch |= self._images(ids, pictures)
             labels[batch["vision_token_types"] != TEXT] = IGNORE_INDEX
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _halves(self, ids: np.ndarray) -> list[int]:
+        """The lengths of the two conversations of a pair. The second begins at the only BOS inside: no text has one."""
+        first = int((ids[1:] == self.special.bos).argmax()) + 1
+        return [first, len(ids) - first]
 
     def _images(self, ids: np.ndarray, pictures: list[tuple[int, int, Picture]]) -> dict[str, np.ndarray]:
         """The tensors of the images; each image belongs to the first image span in its document that has no image

@@ -26,6 +26,7 @@ class SourceKind:
         images: whether the documents always have images, in which case the model needs a vision tower.
         conversations: whether the documents are conversations, which mark the supervised parts. They may contain images
             if the model has a vision tower.
+        pairs: whether a document holds two answers to one prompt, the preferred one first (`data/chat/source.py`).
         tokenizer_source: the kind of source on which the tokenizer is trained, for a source that has too little text
             itself.
     """
@@ -36,6 +37,7 @@ class SourceKind:
     streams: bool = False
     images: bool = False
     conversations: bool = False
+    pairs: bool = False
     tokenizer_source: str | None = None
 
 
@@ -51,6 +53,9 @@ SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
     "hub": SourceKind("data.open:open_hub", paths="dataset", streams=True),
     "image_text": SourceKind("data.open:open_image_text", suffixes=JSONL + TABLES, streams=True, images=True),
     "chat": SourceKind("data.open:open_chat", suffixes=JSONL + TABLES, streams=True, conversations=True),
+    "preference": SourceKind(
+        "data.open:open_preference", suffixes=JSONL + TABLES, streams=True, conversations=True, pairs=True
+    ),
     "digits": SourceKind("data.open:open_digits", paths="nothing", images=True, tokenizer_source="stdlib"),
 }
 
@@ -67,8 +72,9 @@ class DataConfig:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document per file),
             `jsonl` (JSON lines, or a JSON list), `parquet` (Parquet or Arrow), `hub` (a dataset id or local dataset
             folder, read with `datasets`), `image_text` (records whose `field` is a list of text and image parts),
-            `chat` (conversations in files of records or a data set, see `data/chat`; a conversation is never cut) or
-            `digits` (scikit-learn's images of digits, with their names).
+            `chat` (conversations in files of records or a data set, see `data/chat`; a conversation is never cut),
+            `preference` (pairs of a chosen and a rejected answer, read like `chat`; for task=dpo) or `digits`
+            (scikit-learn's images of digits, with their names).
         paths: files, folders (without their hidden files) or glob patterns, where files may be compressed (.gz, .zst,
             .bz2, .xz); for `hub`, and for `chat` with a data set, one dataset id or folder; empty for `stdlib` and
             `digits`.
@@ -142,10 +148,7 @@ class DataConfig:
         if self.mixture:
             return [text for name, given in self.mixture.items() for text in self._mixture_problems(name, given)]
         kind = SOURCES.get(self.source, SourceKind(""))
-        formats = (
-            "auto",
-            *(CHAT_FORMATS if kind.conversations else TEXT_FORMATS if kind.suffixes or kind.streams else ()),
-        )
+        formats = ("auto", *_formats(kind))
         checks = [
             (self.source in SOURCES, "source", self.source, f"must be one of {', '.join(SOURCES)}"),
             (self.on_error in ("stop", "skip"), "on_error", self.on_error, "must be stop or skip"),
@@ -227,3 +230,12 @@ class DataConfig:
             rule = "must be positive with streaming=true: validation reads only so many rows of the stream"
             checks.append((self.validation_rows > 0, "validation_rows", self.validation_rows, rule))
         return checks
+
+
+def _formats(kind: SourceKind) -> tuple[str, ...]:
+    """The values of `data.format` that a kind of source has beside `auto`."""
+    if kind.pairs:
+        return ("preference",)
+    if kind.conversations:
+        return CHAT_FORMATS
+    return TEXT_FORMATS if kind.suffixes or kind.streams else ()

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from data.chat.source import ChatDataset, ChatLines
+from data.chat.source import ChatDataset, ChatLines, PairDataset, PairLines
 from data.config import SOURCES, DataConfig
 from data.digits import DigitSource
 from data.document import Source, hash_share
@@ -55,9 +55,17 @@ def open_image_text(cfg: DataConfig) -> Sources:
 
 
 def open_chat(cfg: DataConfig) -> Sources:
+    return _open_conversations(cfg, ChatLines, ChatDataset)
+
+
+def open_preference(cfg: DataConfig) -> Sources:
+    return _open_conversations(cfg, PairLines, PairDataset)
+
+
+def _open_conversations(cfg: DataConfig, lines: type[RecordFiles], dataset: type[HubDataset]) -> Sources:
     if len(cfg.paths) == 1 and is_dataset(cfg.paths[0]):
-        return _open_dataset(cfg, ChatDataset)
-    return _open_records(cfg, ChatLines)
+        return _open_dataset(cfg, dataset)
+    return _open_records(cfg, lines)
 
 
 def open_parquet(cfg: DataConfig) -> Sources:

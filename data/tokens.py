@@ -21,7 +21,7 @@ from data.cache import atomic_folder, locked
 from data.document import Control, Document, Picture, Source, Tokens
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings, plan_grid
-from data.tokenizer import EOS, identity, special_ids
+from data.tokenizer import BOS, EOS, identity, special_ids
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Encoder:
             assert self.special.image is not None, "a vision encoder has an image token"
             return [self.special.image] * plan_grid(part.width, part.height, self.vision).num_tokens
         ids = control_ids(self.tokenizer, part)
-        if self.tokenizer.token_to_id(part.spelling) is None and part.spelling != EOS:
+        if self.tokenizer.token_to_id(part.spelling) is None and part.spelling not in (BOS, EOS):
             if any(part.spelling in text for text in document.parts if isinstance(text, str)):
                 detail = f"{part.spelling} is a control token of the chat format, but the tokenizer does not have it"
                 raise DataError(document.file, document.line, "text spells a control token", detail)
@@ -215,10 +215,12 @@ class Encoder:
 
 
 def control_ids(tokenizer: Tokenizer, part: Control) -> list[int]:
-    """The id of a control token, or the ids of its spelling if the tokenizer has no such token. EOS is found by its
-    role, whatever its spelling.
+    """The id of a control token, or the ids of its spelling if the tokenizer has no such token. BOS and EOS are found
+    by their roles, whatever their spelling.
     """
-    found = special_ids(tokenizer).eos if part.spelling == EOS else tokenizer.token_to_id(part.spelling)
+    special = special_ids(tokenizer)
+    roles = {BOS: special.bos, EOS: special.eos}
+    found = roles[part.spelling] if part.spelling in roles else tokenizer.token_to_id(part.spelling)
     return tokenizer.encode(part.spelling, add_special_tokens=False).ids if found is None else [found]
 
 

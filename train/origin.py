@@ -23,7 +23,7 @@ def needed(config: Config) -> dict[str, str]:
     """Map configuration keys to the checkpoints that the run reads again when it is continued."""
     loss = None if config.rl is None else config.rl.loss
     found = {}
-    if config.init_from and (config.frozen_base or (loss is not None and loss.kl)):
+    if config.init_from and (config.frozen_base or config.dpo is not None or (loss is not None and loss.kl)):
         found["init_from"] = config.init_from
     for number, task in enumerate(config.rl.tasks if config.rl is not None else ()):
         if teacher := getattr(task, "teacher", None):

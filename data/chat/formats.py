@@ -76,6 +76,17 @@ def as_messages(record: Any, shape: str, field: str, file: str, line: int) -> Ma
     return _Shapes(file, line).convert(record, shape, field)
 
 
+def as_pair(record: Any, field: str, file: str, line: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A preference record as two records like those of `as_messages`: one ends in the preferred answer, the other in
+    the rejected one. What precedes the answers is the same in both.
+
+    Raises `DataError` for a record without both answers.
+    """
+    if not isinstance(record, dict):
+        raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")
+    return _Shapes(file, line).pair(record, field)
+
+
 class _Shapes:
     """Converts one record to the OpenAI format; its errors name the file and line of the record."""
 
@@ -148,14 +159,36 @@ class _Shapes:
         after = [self._turn(turn, number) for number, turn in enumerate(after, len(before) + 1)]
         return record, [_context(message) for message in before] + after
 
+    def pair(self, record: dict[str, Any], field: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Two records: with the preferred and with the rejected answer."""
+        record = self._with_openai_names(dict(record))
+        answers = record.get("chosen"), record.get("rejected")
+        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+            if answer is None:
+                raise self.bad(f"no {name} answer", f"the record has no {name!r}; a pair needs both answers")
+        if isinstance(answers[0], str) != isinstance(answers[1], str):
+            detail = f"chosen is {kind_of(answers[0])}, rejected {kind_of(answers[1])}; give both in one form"
+            raise self.bad("unlike answers", detail)
+        if answers[0] == answers[1]:
+            raise self.bad("equal answers", "chosen and rejected are the same, so there is no preference")
+        swapped = {**record, "chosen": answers[1], "rejected": answers[0]}
+        chosen, rejected = (self.convert(side, "preference", field) for side in (record, swapped))
+        return _without(chosen, "rejected"), _without(rejected, "rejected")
+
+    def _with_openai_names(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A record of OpenAI's preference fine-tuning with the keys that others use; other records as they are."""
+        if "preferred_output" not in record:
+            return record
+        given = record.pop("input", None)
+        if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+            raise self.bad("wrong input", 'must be {"messages": [...]} beside preferred_output')
+        record |= {key: value for key, value in given.items() if key != "messages"} | {"prompt": given["messages"]}
+        record["chosen"] = record.pop("preferred_output")
+        record["rejected"] = record.pop("non_preferred_output", None)
+        return record
+
     def _preference(self, record: dict[str, Any]) -> tuple[dict, list]:
-        if "preferred_output" in record:  # OpenAI's preference fine-tuning
-            given = record.pop("input", None)
-            if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
-                raise self.bad("wrong input", 'must be {"messages": [...]} beside preferred_output')
-            record |= {key: value for key, value in given.items() if key != "messages"} | {"prompt": given["messages"]}
-            record["chosen"] = record.pop("preferred_output")
-            record["rejected"] = record.pop("non_preferred_output", None)
+        record = self._with_openai_names(record)
         chosen, rejected = record.pop("chosen", None), record.get("rejected")
         prompt = self._prompt_of(record)
         if isinstance(chosen, dict):
@@ -206,6 +239,10 @@ class _Shapes:
 
 def _is_sharegpt(turns: list[Any]) -> bool:
     return bool(turns) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in turns)
+
+
+def _without(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
 
 
 def _user(text: str) -> dict[str, Any]:

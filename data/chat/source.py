@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from data.chat.formats import SHAPES, as_messages, shape_of
+from data.chat.formats import SHAPES, as_messages, as_pair, shape_of
 from data.chat.read import read_conversation, unused_keys
 from data.chat.render import documents
-from data.document import Document
-from data.errors import BadRecordPolicy
+from data.document import Control, Document
+from data.errors import BadRecordPolicy, DataError
 from data.sources import HubDataset, JsonLines, RecordFiles, pretokenised
+from data.tokenizer import BOS, EOS
 
 FORMAT = 2  # the version of the rendering; increase it when records are rendered differently
 
@@ -37,7 +39,7 @@ class _Conversations(RecordFiles):
             conversation = read_conversation(record, file, line, self.field)
             # This key is equal for all documents of a conversation and of its duplicates, so that all of them are on
             # the same side of a training/held-out split.
-            key = json.dumps(record[self.field], sort_keys=True, default=_digest).encode()
+            key = _key(record[self.field])
             found = list(documents(conversation, file, line, key))
             policy.unused.update(unused_keys(record, self.field))
         policy.formats[shape] += 1
@@ -59,6 +61,68 @@ class ChatDataset(HubDataset):
 
     def identity(self, content: bool = True) -> str:
         return f"{super().identity(content)} chat {FORMAT}"
+
+
+class _Pairs(_Conversations):
+    """A record is a preferred and a rejected answer to one prompt. It becomes one document, so that both stay in the
+    same row: the conversation with the preferred answer, EOS, BOS, the conversation with the rejected one.
+    """
+
+    formats = ("preference",)
+
+    def documents(self, record: Any, file: str, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
+        sides = as_pair(record, self.field, file, line)
+        read = [read_conversation(side, file, line, self.field) for side in sides]
+        thinking = read[0].thinking
+        if thinking is None:  # one prompt, so one mode: thinking if one of the answers has reasoning
+            thinking = any(message.reasoning for side in read for message in side.messages if message.supervised)
+        made = [list(documents(replace(side, thinking=thinking), file, line)) for side in read]
+        for name, found in zip(("chosen", "rejected"), made, strict=True):
+            if len(found) != 1:
+                detail = f"{name} has {len(found)} answers with reasoning; move all but the last into the prompt"
+                raise DataError(file, line, "several answers", detail)
+        policy.unused.update(unused_keys(sides[0], self.field))
+        policy.formats["preference"] += 1
+        return [_joined(made[0][0], made[1][0], _prompt_key(sides[0], self.field))]
+
+
+class PairLines(_Pairs, JsonLines):
+    """Preference pairs from files of records (JSONL, JSON, Parquet, Arrow)."""
+
+    def identity(self, content: bool = True) -> str:
+        return f"{super().identity(content)} pairs {FORMAT}"
+
+
+class PairDataset(HubDataset):
+    """Preference pairs from a data set of the `datasets` library."""
+
+    several = True
+    formats, columns, documents = _Pairs.formats, _Pairs.columns, _Pairs.documents
+
+    def identity(self, content: bool = True) -> str:
+        return f"{super().identity(content)} pairs {FORMAT}"
+
+
+def _joined(chosen: Document, rejected: Document, key: bytes) -> Document:
+    assert chosen.supervised is not None and rejected.supervised is not None, "a conversation says what is supervised"
+    return Document(
+        (*chosen.parts, Control(EOS), Control(BOS), *rejected.parts),
+        chosen.file,
+        chosen.line,
+        (*chosen.supervised, chosen.supervised[-1], False, *rejected.supervised),
+        key,
+    )
+
+
+def _prompt_key(record: Mapping[str, Any], field: str) -> bytes:
+    """Equal for all pairs of one prompt, so that a split does not separate them."""
+    messages = record[field]
+    end = next((n for n, message in enumerate(messages) if message.get("role") == "user"), 0)
+    return _key(messages[: end + 1])
+
+
+def _key(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=_digest).encode()
 
 
 def _digest(value: Any) -> str:

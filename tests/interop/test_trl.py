@@ -5,6 +5,7 @@ Needs `trl` (the extra `trl`; a folder with it in PYTHONPATH will do).
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from pathlib import Path
@@ -19,6 +20,9 @@ from data.tokenizer import train_tokenizer
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, build_model, load_pretrained, save_pretrained
 from model.huggingface import DeepseekV41ForCausalLM
+from train.config.dpo import DpoConfig
+from train.dpo.objective import PreferenceObjective
+from train.rl.reference import log_probs_under
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -140,6 +144,43 @@ def test_dpo(folder, tmp_path) -> None:
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     )
     check_trained(trainer, folder)
+
+
+def test_dpo_has_the_loss_of_task_dpo(folder, tmp_path) -> None:
+    """The same pairs under the same policy and reference: TRL's loss, rewards, margins and accuracy, within 1e-5."""
+    rows = [
+        {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": f"No, {n}."}]}
+        for n, (question, answer) in enumerate(turns(2))
+    ]
+    policy, reference = transformers.AutoModelForCausalLM.from_pretrained(folder), load_pretrained(folder)
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(0.02 * noise)
+    own = copy.deepcopy(policy.model)
+    trainer = trl.DPOTrainer(
+        policy,
+        ref_model=transformers.AutoModelForCausalLM.from_pretrained(folder),
+        args=arguments(trl.DPOConfig, tmp_path, beta=0.1),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    log = trainer.state.log_history[0]
+    mask = batch["attention_mask"].bool()
+    labels = batch["input_ids"].masked_fill(~batch["completion_mask"].bool(), -100)
+    inputs = {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": mask}
+    rows, length = labels.shape  # TRL's batch: all chosen answers, then all rejected ones
+    answer = (2 * torch.arange(rows // 2).repeat(2) + torch.arange(rows) // (rows // 2))[:, None].expand(rows, length)
+    objective = PreferenceObjective(DpoConfig(0.1, 0.0), answer, log_probs_under(reference, inputs), rows // 2)
+    own.losses(**inputs, denominators=own.loss_denominators(**inputs), objective=objective)
+    found = {name: float(value) / (rows // 2) for name, value in objective.sums.items()}
+    assert abs(found["margin"]) > 1e-3
+    for ours, theirs in (("margin", "margins"), ("reward_chosen", "chosen"), ("reward_rejected", "rejected")):
+        assert log[f"rewards/{theirs}"] == pytest.approx(found[ours], abs=1e-5), ours
+    assert log["loss"] == pytest.approx(found["loss"], abs=1e-5)
+    assert log["rewards/accuracies"] == found["accuracy"]
 
 
 def test_grpo(folder, tmp_path) -> None:

@@ -36,16 +36,15 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
         text = text if text.startswith("data.") else f"data.{text}"
         yield {text.partition("=")[0]}, text
     sources = set() if data_problems else {part.source for part in config.data.parts().values()}
-    if config.task.kind == "sft" and sources - {"chat"}:
-        rule, remedy = "task=sft trains on conversations", "Use data=chat data.paths=[...]"
-        yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
-    if config.task.kind in ("sft", "rl", "distill", "dspark") and config.init_from is None:
+    yield from _source_rules(config, sources)
+    if config.task.kind in ("sft", "rl", "distill", "dspark", "dpo") and config.init_from is None:
         rule = f"task={config.task.kind} starts from a checkpoint"
         remedy = "Give a checkpoint folder or a run directory: init_from=..."
         yield {"init_from"}, problem("init_from", None, rule, remedy)
     yield from _rl_rules(config)
     yield from _dspark_rules(config)
     yield from _plan_rules(config)
+    yield from _dpo_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
     if config.logger.wandb and not _is_installed("wandb"):
         rule, remedy = "wandb is not installed", "Install it (pip install wandb), or use logger=local"
@@ -137,6 +136,30 @@ def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
         rule = "the backbone of a drafter is not trained"
         yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
+
+
+def _source_rules(config: Config, sources: set[str]) -> Iterator[tuple[set[str], str]]:
+    """What a task requires of its data. sources: the kinds of the configuration, empty if they are wrong."""
+    wanted = {"sft": ("chat", "trains on conversations"), "dpo": ("preference", "trains on pairs of answers")}
+    source, what = wanted.get(config.task.kind, ("", ""))
+    if source and sources - {source}:
+        remedy = f"Use data={source} data.paths=[...]"
+        yield {"data.source"}, problem("data.source", config.data.source, f"task={config.task.kind} {what}", remedy)
+    elif config.task.kind not in ("dpo", "check") and "preference" in sources:
+        rule, remedy = "holds pairs of answers, on which only task=dpo trains", "Use data=chat: the chosen answers"
+        yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
+
+
+def _dpo_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    compares = config.task.kind == "dpo"
+    if (config.dpo is None) == compares:
+        rule = "is what task=dpo needs" if compares else f"has no effect with task={config.task.kind}"
+        yield {"dpo", "task.kind"}, problem("dpo", None if compares else "...", rule, "Use task=dpo, or leave it out")
+    if config.dpo is None:
+        return
+    if config.lora.dropout:
+        rule = "the trained policy would differ at random from the one that is compared with the reference"
+        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
 
 
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:

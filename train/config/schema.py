@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from data import DataConfig
 from model import ForwardOptions, LossWeights
 from optim import Schedule, Settings
+from train.config.dpo import DpoConfig
 from train.config.dspark import DsparkConfig
 from train.config.plan import PlanConfig
 from train.config.rl import RlConfig
@@ -173,6 +174,7 @@ class Config:
     rl: RlConfig | None  # task=rl and task=distill only
     dspark: DsparkConfig | None  # task=dspark only
     plan: PlanConfig | None  # task=plan only
+    dpo: DpoConfig | None  # only for task=dpo
     init_from: str | None  # checkpoint whose weights, model configuration and tokenizer the run starts from
 
     @property

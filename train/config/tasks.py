@@ -9,6 +9,7 @@ TASKS = {
     "rl": "train.tasks.rl:run",
     "distill": "train.tasks.rl:run",
     "dspark": "train.tasks.dspark:run",
+    "dpo": "train.tasks.dpo:run",
     "plan": "train.tasks.plan:run",
     "check": "train.tasks.check:run",
     "chat": "train.tasks.chat:run",

@@ -10,6 +10,7 @@ collect.py, batch.py, policy_gradient.py and distill.py. Each file imports only 
     collect            which prompt starts when; graded groups of responses
     batch              groups to packed rows
     loss               the clipped objective of a batch
+    reference          a second policy beside the trained one, and what it says about a batch
     policy_gradient    task=rl: what is trained on, by which losses
     distill            task=distill: the same
     report             what a run prints and draws

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
-from model.build import allocate_model
-from model.engram import build_token_map
 from train.build import Run
-from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained
 from train.config.problems import ConfigError, problem
 from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
+from train.rl.reference import load_frozen
 
 
 class DistillationObjective:
@@ -106,7 +105,7 @@ class Teachers:
         """Load a teacher in place of the previous one."""
         if self.loaded is None or self.loaded[0] != name:
             self.loaded = None  # release the old one first: two do not fit
-            self.loaded = name, _load(self.run, name)
+            self.loaded = name, load_frozen(self.run, name)
         return self.loaded[1]
 
     def head(self, name: str) -> Tensor:
@@ -142,14 +141,3 @@ def _check_vocabulary(run: Run, number: int, name: str) -> None:
         rule = f"its vocabulary has {size} entries, the policy's {own}: they cannot be compared"
     if rule:
         raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models of one family")])
-
-
-def _load(run: Run, name: str) -> DeepseekV41:
-    origin = find_pretrained(name)
-    config = ModelConfig.from_dict(origin.model)
-    token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
-    dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
-    kept = frozen_packing(origin, run.config.runtime.frozen)
-    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype, packing_of=kept)
-    load_pretrained_weights(model, name)
-    return model.requires_grad_(False)

@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from model import DeepseekV41, LossDenominators, Losses, token_log_probs
+from model import LossDenominators, Losses
 from train.build import Run
 from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
 from train.rl.loss import PolicyObjective
-
-
-class Copy:
-    """A reference policy in a model of its own."""
-
-    def __init__(self, model: DeepseekV41):
-        self._model = model
-
-    @contextmanager
-    def model(self) -> Iterator[DeepseekV41]:
-        yield self._model
-
-
-class BaseModel:
-    """The reference policy of a model with a new adapter: its own weights without the adapter. Training an adapter also
-    moves the router biases, so their initial values are kept here.
-    """
-
-    def __init__(self, model: DeepseekV41):
-        self._model = model
-        self._biases = [bias.clone() for pair in model.router_biases() for bias in pair]
-
-    @contextmanager
-    def model(self) -> Iterator[DeepseekV41]:
-        from train.lora import inject  # takes seconds to import
-
-        biases = [bias for pair in self._model.router_biases() for bias in pair]
-        now = [bias.clone() for bias in biases]
-        training = self._model.training
-        self._model.eval()
-        with inject.without_adapter(self._model):
-            self._set(biases, self._biases)
-            try:
-                yield self._model
-            finally:
-                self._set(biases, now)
-                self._model.train(training)
-
-    @staticmethod
-    def _set(biases: list[Tensor], values: list[Tensor]) -> None:
-        for bias, value in zip(biases, values, strict=True):
-            bias.copy_(value)
-
-
-Reference = Copy | BaseModel
+from train.rl.reference import Reference, log_probs_under
 
 
 class PolicyGradient:
@@ -95,20 +48,3 @@ class PolicyGradient:
             return found
 
         return losses
-
-
-@torch.no_grad()
-def log_probs_under(model: DeepseekV41, batch: Batch, temperature: float, routing_replay: bool = False) -> Tensor:
-    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the
-    recorded experts.
-    """
-    inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if routing_replay or name != "routing"}
-    found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
-
-    def objective(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
-        log_probs, _ = token_log_probs(hidden / temperature, weight, targets)
-        found.view(-1)[places] = log_probs.float()
-        return log_probs.sum()
-
-    model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=objective)
-    return found

@@ -2,7 +2,7 @@
 but ``studies``. The tasks do not import each other, but for what `asked` has:
 
     sample                       text of a model, for the end of a training run
-    pretrain, rl, dspark         training (pretrain: also task=sft; rl: also task=distill)
+    pretrain, rl, dspark, dpo    training (pretrain: also task=sft; rl: also task=distill)
     plan, convert, merge         what a run would cost; other formats; averages of checkpoints
     check                        what the data of a run hold
     asked                        a model to ask: weights, tokenizer, answers as text

@@ -23,7 +23,7 @@ from train.errors import InputError, Interrupted
 from train.loop import train_step
 from train.rl.batch import Shape, batches, empty_batch, score
 from train.rl.collect import Collector
-from train.rl.policy_gradient import Copy, log_probs_under
+from train.rl.reference import Copy, log_probs_under
 from train.run import begin
 from train.tasks import rl
 

@@ -1,0 +1,72 @@
+"""Loss, accuracy and rewards on the held-out preference pairs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from train.build import Batch, Run
+from train.dpo.objective import PreferenceObjective, answer_numbers, pair_count
+from train.evaluation.probe import with_a_token
+from train.logging.records import load_record
+from train.rl.reference import Reference, log_probs_under
+
+
+def prepared(run: Run, batch: Batch) -> dict[str, Any]:
+    """A CPU batch of pairs made ready for the model, with ``answer`` (see ``answer_numbers``) and the number of its
+    ``pairs``.
+    """
+    seq_lens, length = batch["seq_lens"], batch["input_ids"].shape[1]
+    answer, pairs = answer_numbers(seq_lens, length), pair_count(seq_lens)
+    return {**run.prepare(batch), "answer": answer.to(run.device), "pairs": pairs}
+
+
+def objective_of(run: Run, batch: Mapping[str, Any], reference: Reference) -> PreferenceObjective:
+    """The objective of a prepared batch; runs the reference policy on it. Call it under ``run.autocast``."""
+    assert run.config.dpo is not None
+    with reference.model() as model:
+        log_probs = log_probs_under(model, batch)
+    return PreferenceObjective(run.config.dpo, batch["answer"], log_probs, batch["pairs"])
+
+
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``model.losses`` is given of a prepared batch."""
+    return {name: value for name, value in batch.items() if name not in ("answer", "pairs")}
+
+
+def means(sums: Mapping[str, torch.Tensor], pairs: int) -> dict[str, float]:
+    """Means over pairs from the sums of ``PreferenceObjective``."""
+    values = torch.stack([sums[name] for name in PreferenceObjective.NAMES]).tolist()  # read from the device once
+    return {name: value / pairs for name, value in zip(PreferenceObjective.NAMES, values, strict=True)}
+
+
+@torch.no_grad()
+def evaluate(run: Run, reference: Reference, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    """``means`` on the held-out pairs, and how even the expert load is. Changes no state. Returns None as soon as
+    ``stop`` returns True on any rank.
+    """
+    started, world = time.perf_counter(), run.world
+    sums = {name: torch.zeros((), dtype=torch.float64, device=run.device) for name in PreferenceObjective.NAMES}
+    pairs, load = torch.zeros((), dtype=torch.int64), torch.zeros(())
+    for batch in run.valid_batches:
+        if world.any(stop()):
+            return None
+        batch, real = with_a_token(batch)
+        batch = prepared(run, batch)
+        inputs = inputs_of(batch)
+        with run.autocast():
+            objective = objective_of(run, batch, reference)
+            denominators = run.model.loss_denominators(**inputs)
+            losses = run.model.losses(**inputs, denominators=denominators, objective=objective)
+        sums = {name: value + objective.sums[name] for name, value in sums.items()}
+        pairs, load = pairs + batch["pairs"], load + losses.expert_load * real
+    count = int(world.sum_(pairs))
+    return {
+        **means(world.sum_all(sums), count),
+        "pairs": count,
+        "expert_load": load_record(world.sum_(load)),
+        "seconds": time.perf_counter() - started,
+    }

@@ -1,0 +1,52 @@
+"""What a run of ``task=dpo`` prints and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.dpo.objective import PreferenceObjective
+from train.logging.log import Reporter
+from train.logging.plot import Panel, Series, draw
+
+DRAWN = ("loss", "accuracy", "margin")
+
+
+class PreferenceReporter(Reporter):
+    """The ``Reporter`` of a run on preference pairs: plots loss, accuracy and margin as ``dpo.png``."""
+
+    picture = "dpo.png"
+    drawn = ("kind", "tokens", *DRAWN)
+
+    def step_line(self, record: Mapping[str, Any]) -> str:
+        return " ".join([
+            f"step={record['step']}",
+            _measured(record),
+            f"grad_norm={record['grad_norm']:.3f}",
+            f"lr={record['lr']:.3e}",
+            f"tokens={record['tokens']}",
+            f"tok/s={record['tokens_per_second']:.0f}",
+            f"data_wait={record['data_wait']:.1%}",
+            f"mem={record['memory_gib']:.2f}GiB",
+        ])  # fmt: skip
+
+    def evaluation_line(self, record: Mapping[str, Any]) -> str:
+        return f"step={record['step']} held out: {_measured(record)} seconds={record['seconds']:.1f}"
+
+    def draw(self, records: list[dict[str, Any]], path: Path) -> None:
+        """Plot the measures against the number of training tokens: training as lines, held-out pairs as dots."""
+        kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "valid")}
+        panels = [
+            Panel(
+                "tokens",
+                name,
+                [Series(k, [r["tokens"] for r in rs], [r[name] for r in rs], k) for k, rs in kinds.items()],
+            )
+            for name in DRAWN
+        ]
+        draw(path, panels, (13.0, 4.0))
+
+
+def _measured(record: Mapping[str, Any]) -> str:
+    return " ".join([*(f"{name}={record[name]:.4f}" for name in PreferenceObjective.NAMES), f"pairs={record['pairs']}"])

@@ -1,0 +1,111 @@
+"""A second policy beside the one that is trained: the reference, and what it says about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import DeepseekV41, ModelConfig, token_log_probs
+from model.build import allocate_model
+from model.engram import build_token_map
+from model.parallel.ranks import ONE_PROCESS, Parallel
+from train.build import Run
+from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
+
+
+class Copy:
+    """A reference policy in a model of its own."""
+
+    def __init__(self, model: DeepseekV41):
+        self._model = model
+
+    @contextmanager
+    def model(self) -> Iterator[DeepseekV41]:
+        yield self._model
+
+
+class BaseModel:
+    """The reference policy of a model with a new adapter: its own weights without the adapter. Training an adapter also
+    moves the router biases, so their initial values are kept here.
+    """
+
+    def __init__(self, model: DeepseekV41):
+        self._model = model
+        self._biases = [bias.clone() for pair in model.router_biases() for bias in pair]
+
+    @contextmanager
+    def model(self) -> Iterator[DeepseekV41]:
+        from train.lora import inject  # takes seconds to import
+
+        biases = [bias for pair in self._model.router_biases() for bias in pair]
+        now = [bias.clone() for bias in biases]
+        training = self._model.training
+        self._model.eval()
+        with inject.without_adapter(self._model):
+            self._set(biases, self._biases)
+            try:
+                yield self._model
+            finally:
+                self._set(biases, now)
+                self._model.train(training)
+
+    @staticmethod
+    def _set(biases: list[Tensor], values: list[Tensor]) -> None:
+        for bias, value in zip(biases, values, strict=True):
+            bias.copy_(value)
+
+
+Reference = Copy | BaseModel
+
+
+def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
+    """The model of the checkpoint that ``name`` names, without gradients. Its weights stay packed if they are stored
+    quantised and ``runtime.frozen`` says so.
+
+    parallel: how it is split over the processes, which then must run it together.
+    """
+    origin = find_pretrained(name)
+    config = ModelConfig.from_dict(origin.model)
+    token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
+    dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
+    kept = frozen_packing(origin, run.config.runtime.frozen)
+    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype, parallel, packing_of=kept)
+    load_pretrained_weights(model, name)
+    return model.requires_grad_(False)
+
+
+# What ``model.losses`` is given of a batch.
+INPUTS = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "seq_lens",
+    "prompt_lens",
+    "routing",
+    "pixel_values",
+    "image_grid_hws",
+    "vision_token_types",
+)
+
+
+@torch.no_grad()
+def log_probs_under(
+    model: DeepseekV41, batch: Mapping[str, Any], temperature: float = 1.0, routing_replay: bool = False
+) -> Tensor:
+    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the
+    recorded experts.
+    """
+    inputs = {name: batch[name] for name in INPUTS if name in batch and (routing_replay or name != "routing")}
+    found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)
+
+    def objective(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        log_probs, _ = token_log_probs(hidden / temperature, weight, targets)
+        found.view(-1)[places] = log_probs.float()
+        return log_probs.sum()
+
+    model.losses(**inputs, denominators=model.loss_denominators(**inputs), objective=objective)
+    return found

@@ -1,0 +1,122 @@
+"""``task=dpo``: direct preference optimisation on pairs of a chosen and a rejected answer.
+
+A step is ``train.loop.train_step`` with another objective (``train/dpo/objective.py``). The reference is the model of
+``init_from``: with LoRA the model without its adapter, else a frozen second model, split over the processes as the
+trained one is and packed if the checkpoint is quantised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from model import LossDenominators, Losses
+from train.build import Batch, Run, build
+from train.checkpoint.run_state import TrainerState
+from train.config.schema import Config
+from train.dpo.evaluate import evaluate, inputs_of, means, objective_of, prepared
+from train.dpo.report import PreferenceReporter
+from train.errors import user_errors
+from train.logging.log import Reporter, memory_gib
+from train.logging.records import load_record
+from train.loop import repeat, train_step
+from train.rl.batch import add_sums
+from train.rl.reference import BaseModel, Copy, Reference, load_frozen
+from train.run import begin, report_files, run_logger, run_session
+
+
+def run(config: Config) -> None:
+    """Train, or continue, the run in ``config.run_dir``, and print the results.
+
+    Raises:
+        InputError, DataError, OSError: the configuration or the data cannot be used.
+        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+    """
+    with run_session(config) as (world, folder, changes):
+        with user_errors():
+            objects = build(config, world)
+            state = begin(objects)
+            reference = make_reference(objects)
+            if folder:
+                state = objects.resume(folder)
+        with run_logger(objects, state, folder, changes, PreferenceReporter) as reporter:
+            train(objects, reference, state, reporter)
+            _summarise(objects, state, reporter)
+
+
+def make_reference(run: Run) -> Reference:
+    """The policy of ``init_from``, before anything is trained."""
+    if run.config.lora.on:
+        return BaseModel(run.model)
+    return Copy(load_frozen(run, run.config.initial_checkpoint, run.world.parallel).eval())
+
+
+def train(run: Run, reference: Reference, state: TrainerState, reporter: Reporter) -> None:
+    """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
+    batches = iter(run.train_batches)
+
+    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        if run.world.any(stopped()):
+            return None
+        started = time.perf_counter()
+        read = [next(batches) for _ in range(run.micro_batches)]
+        waited = time.perf_counter() - started
+        return step(run, reference, state, read, waited, started)
+
+    repeat(run, state, reporter, next_step, partial(evaluate, run, reference), run.save)
+
+
+def step(
+    run: Run, reference: Reference, state: TrainerState, read: list[Batch], waited: float, started: float
+) -> dict[str, Any]:
+    """One optimizer step on this process's micro-batches. Updates the counters in ``state`` and returns the step's
+    record.
+    """
+    micro_batches = [prepared(run, batch) for batch in read]
+    pairs = run.world.sum_(torch.tensor(sum(batch["pairs"] for batch in micro_batches)))
+    sums: dict[str, torch.Tensor] = {}
+
+    def losses_of(batch: Batch, denominators: LossDenominators) -> Losses:
+        objective = objective_of(run, batch, reference)
+        per_pair = dataclasses.replace(denominators, supervised=pairs.to(denominators.supervised))
+        found = run.model.losses(**inputs_of(batch), denominators=per_pair, objective=objective)
+        add_sums(sums, objective.sums)
+        return found
+
+    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
+    real, count = int(numbers["num_tokens"]), int(pairs)
+    seconds = time.perf_counter() - started
+    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
+    queries = numbers["index_queries"].clamp(min=1)
+    return {
+        "step": state.step,
+        "tokens": state.tokens,
+        **means(run.world.sum_all(sums), count),
+        "pairs": count,
+        "grad_norm": float(numbers["grad_norm"]),
+        "lr": numbers["lr"],
+        "tokens_per_second": real / seconds,
+        "data_wait": waited / seconds,
+        "seconds": seconds,
+        "memory_gib": memory_gib(run.device),
+        "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
+        "expert_load": load_record(numbers["expert_load"]),
+    }
+
+
+def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
+    """Log the last lines of a run: its results, and the files that it wrote."""
+    first, last = state.first_valid, state.last_valid
+    assert first is not None and last is not None
+    reporter.stop_bar()
+    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    reporter.log(
+        f"held-out pairs: loss first {first['loss']:.4f} final {last['loss']:.4f}, the chosen answer has the higher "
+        f"reward in {last['accuracy']:.1%} of {last['pairs']} pairs, mean margin {last['margin']:.3f}"
+    )
+    report_files(run, reporter)
