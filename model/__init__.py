@@ -1,10 +1,11 @@
-"""The V4.1 model: forward, losses, generation, checkpoints. Imports no other package of the project.
+"""The V4.1 model: its forward pass, losses, generation and checkpoints. It imports no other package of the project.
 
-Read backbone.py first (the whole forward), then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py,
-vision.py; layout.py and quantize.py when a shape or a rounding is unclear; training_losses.py and loss.py; build.py and
-init.py; the packages parallel, cache and checkpoint; dspark.py, sampling.py and generation.py.
+Read backbone.py first (the whole forward pass), then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py,
+and vision.py. Read layout.py and quantize.py when a shape or a rounding is unclear. Then come training_losses.py and
+loss.py, build.py and init.py, the packages parallel, cache and checkpoint, and dspark.py, sampling.py and
+generation.py.
 
-A file imports only from lines above its own (and of its own package):
+In the list below, each file imports only from the lines above it (and from its own package):
     kernels.switch
     config
     no_wait, precision, kernels
@@ -21,7 +22,7 @@ A file imports only from lines above its own (and of its own package):
     huggingface_speculation
     huggingface
 
-What is exported here is imported when it is first asked for, so that reading a configuration loads no torch.
+The names that the package exports are imported lazily, so that reading a configuration does not load torch.
 """
 
 from __future__ import annotations

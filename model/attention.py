@@ -1,13 +1,20 @@
-"""CSA2 attention: low-rank queries, a sliding window, and compressed entries chosen by an indexer.
+"""CSA2, the attention of V4.1: low-rank queries attend to a sliding window and to compressed entries chosen by an
+indexer.
 
-Layer kinds, from the schedule in the configuration:
-  window   ratio 0, sliding window only
-  Full     kv source: owns a compressor (main KV) and an indexer with keys
-  Reindex  index source: owns an indexer, re-scores the latest Full layer's keys
-  Reuse    takes KV and selection as they are
-What layers hand on is `CrossLayerState`, an immutable value: nothing is stored on modules, so that recomputation,
-several micro-batches in flight and pipelines stay correct.
-Shapes: T tokens, d hidden, H heads, D head dim, N entry slots, K top-k.
+The schedule in the configuration gives each layer one of four kinds:
+
+  Window layers have compression ratio 0 and attend to the sliding window only.
+
+  Full layers (KV sources) own a compressor, which makes the main KV, and an indexer with its own keys.
+
+  Reindex layers own an indexer, which scores the latest Full layer's keys again.
+
+  Reuse layers take both the main KV and the selected entries from earlier layers.
+
+Layers pass a `CrossLayerState` on to later layers. It is immutable and nothing is stored on modules, so that activation
+checkpointing and several micro-batches in flight work correctly.
+In shapes, T is the number of tokens, d the hidden size, H the number of heads, D the head dimension, N the number of
+entry slots and K the number of selected entries per query.
 """
 
 from __future__ import annotations
@@ -32,11 +39,13 @@ from model.sparse import dense_attention, dense_attention_mass, gathered_attenti
 
 @dataclass(frozen=True)
 class CrossLayerState:
-    """Cross-layer state of CSA2; a layer that owns a part of it returns a new state.
+    """The attention state that layers share. A layer that computes a part of it returns a new state; none is changed in
+    place.
 
-    compressed_kv [N, D] (rotated, quantised), index_keys [N, Di], topk_indices int32 [T, K] slots (-1: none),
-    candidates int32 [T, M] blocks of the hierarchical indexer (None: no restriction). When decoding, the selected
-    entries selected_kv [T, K, D] replace compressed_kv, most of which is not needed.
+    Fields: compressed_kv [N, D], the main KV after rotation and quantisation; index_keys [N, Di], the indexer keys;
+    topk_indices int32 [T, K], the slots of the selected entries (-1: none); candidates int32 [T, M], the blocks that
+    later indexers may choose from (None: no restriction). In decoding only the selected entries are needed, so
+    selected_kv [T, K, D] replaces compressed_kv.
     """
 
     compressed_kv: Tensor | None = None
@@ -47,9 +56,9 @@ class CrossLayerState:
 
 
 class AttentionOutput(NamedTuple):
-    """Result of one attention layer: output [T, d]; state for later layers; the inputs of its indexer's loss (index
-    sources only); its attention mass on the selected entries, fp32 [T, K], detached (compressed layers only); and under
-    `runtime.probe` the mass that attention over all visible entries would have, fp32 [T, N].
+    """The result of one attention layer: the output [T, d]; the state for later layers; the inputs of the indexer loss
+    (only in layers with an indexer); the attention mass on the selected entries, fp32 [T, K], detached (not in window
+    layers); and, with `runtime.probe`, the mass on each entry if attention saw all entries, fp32 [T, N].
     """
 
     output: Tensor
@@ -60,7 +69,9 @@ class AttentionOutput(NamedTuple):
 
 
 class Compressor(nn.Module):
-    """Groups of r tokens -> one latent entry each: a per-channel softmax-weighted sum, normalised."""
+    """Compresses every group of r tokens to one latent entry: a sum with per-channel softmax weights, then
+    normalised.
+    """
 
     def __init__(self, config: TextConfig, ratio: int):
         super().__init__()
@@ -71,11 +82,13 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [T, d] -> values [T, D] and, for r > 1, gates [T, D] of every token."""
+        """Project x [T, d] to values [T, D] and, if r > 1, to gates [T, D] that weight the tokens of a group."""
         return self.wkv(x), self.wgate(x) if self.ratio > 1 else None
 
     def pool(self, values: Tensor, gates: Tensor | None, entries: Entries) -> Tensor:
-        """Latents [N, D] of the groups that `entries.members` lists. An incomplete tail group gives no entry."""
+        """Compute the latents [N, D] of the token groups in `entries.members`. An incomplete last group gives no
+        entry.
+        """
         members = entries.members.flatten()
         picked = values.index_select(0, members)
         if gates is None:
@@ -86,7 +99,9 @@ class Compressor(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A block-diagonal projection without bias: weight [groups * out, in], one [out, in] block a group."""
+    """A block-diagonal linear layer without bias. Its weight [groups * out, in] has one [out, in] block for each
+    group.
+    """
 
     def __init__(self, in_features: int, out_features: int, groups: int):
         super().__init__()
@@ -94,14 +109,14 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, groups, in] -> [T, groups, out]."""
+        """Multiply x [T, groups, in] by each group's block; returns [T, groups, out]."""
         if isinstance(self.weight, PackedWeight):
             return packed_block_linear(x, self.weight, self.groups)
         return torch.einsum("tgi,goi->tgo", x, self.weight.unflatten(0, (self.groups, -1)).to(x.dtype))
 
 
 class Attention(nn.Module):
-    """One attention layer of any kind."""
+    """One attention layer: a Window, Full, Reindex or Reuse layer."""
 
     def __init__(self, config: TextConfig, layer: int):
         super().__init__()
@@ -131,8 +146,8 @@ class Attention(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache | None = None,
     ) -> AttentionOutput:
-        """x [T, d] (normalised sublayer input). `cache`: this layer's KV from earlier passes; the layout's tokens come
-        after it and are added to it.
+        """Attend from the normalised sublayer input x [T, d]. `cache` holds this layer's KV of earlier tokens; the
+        tokens of the layout follow these tokens, and their KV is added to the cache.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
@@ -162,16 +177,18 @@ class Attention(nn.Module):
         return AttentionOutput(self.project(out, phasors), shared, indexer_loss_inputs, mass, truth)
 
     def queries(self, x: Tensor, phasors: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, d] -> queries [T, H, D] and their latent [T, q_lora]."""
+        """Compute from x [T, d] the queries [T, H, D] and their low-rank latent [T, q_lora]."""
         q_lat = self.q_norm(self.wq_a(x))
         return rotate(self.wq_b(q_lat).unflatten(-1, (self.heads, self.dim)), phasors), q_lat
 
     def window_keys(self, x: Tensor, phasors: Tensor) -> Tensor:
-        """x [T, d] -> the window KV [T, D], rotated and rounded to FP8."""
+        """Compute from x [T, d] the sliding-window KV [T, D], rotated and rounded to FP8."""
         return fake_quant_fp8(rotate(self.kv_norm(self.wkv(x)), phasors))
 
     def project(self, out: Tensor, phasors: Tensor) -> Tensor:
-        """The attention output of all heads, [T, H, D] -> inverse RoPE, wo_a (block by block), wo_b -> [T, d]."""
+        """Map the attention output of all heads [T, H, D] to [T, d]: inverse RoPE, then block-diagonal wo_a, then
+        wo_b.
+        """
         out = rotate(out, phasors, inverse=True)
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(1, (self.groups, -1))).flatten(1))
 
@@ -183,7 +200,7 @@ class Attention(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache | None,
     ) -> CrossLayerState:
-        """What only a Full layer computes: compressed entries and index keys of x [T, d]."""
+        """Compute the compressed entries and index keys of x [T, d]; only Full layers do this."""
         entries = layout.entries[self.ratio]
         projected, chunk = self.compressor.project(x), layout.chunk
         if cache is not None:
@@ -236,7 +253,7 @@ class Attention(nn.Module):
     def _attend_cached(
         self, q: Tensor, window_kv: Tensor, shared: CrossLayerState, runtime: ForwardOptions, cache: LayerCache
     ) -> Tensor:
-        """Attention whose window extends into the cache."""
+        """Attention over new tokens whose sliding window can reach back to cached tokens."""
         topk_indices = shared.topk_indices if self.ratio else None
         if cache.decoding:
             keys, hidden = cache.window_of_each(window_kv)

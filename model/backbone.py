@@ -1,7 +1,8 @@
-"""The V4.1 transformer: embedding -> n residual streams -> blocks -> collapse -> norm -> head.
+"""The V4.1 transformer: token embedding, n residual streams through all blocks, collapse to one stream, norm and head.
 
 Read this first; `model/__init__.py` says what to read next.
-Shapes: B rows, S positions, T real tokens of the flattened batch, n streams, d hidden, V vocabulary.
+In shapes, B is the number of rows, S the number of positions, T the number of non-padding tokens of the flattened
+batch, n the number of residual streams, d the hidden size and V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
 class BlockState(NamedTuple):
-    """What a block passes to the next: streams [T, n, d], the mix fp32 [T, n] for the next collapse,
-    cross-layer state.
+    """The state that a block passes to the next block: residual streams [T, n, d], the weights fp32 [T, n] with which
+    the next sublayer collapses the streams, and the cross-layer attention state.
     """
 
     streams: Tensor
@@ -42,14 +43,16 @@ class BlockState(NamedTuple):
     shared: CrossLayerState
 
     def at(self, tokens: Tensor) -> BlockState:
-        """The state of some tokens (int64), before a Full layer, which renews the cross-layer state."""
+        """The state of the tokens with the given int64 indices, with an empty cross-layer state, which a Full layer
+        then fills.
+        """
         return BlockState(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), CrossLayerState())
 
 
 class BlockOutput(NamedTuple):
-    """The state after a block (None in a `BackboneOutput`), its cross-layer part, and what the block reports: indexer
-    loss inputs and attention masses (see `AttentionOutput`), the routing, and entering [T, d]: the mean of the streams
-    that enter the attention, after the block's Engram, for a drafter (None unless requested).
+    """The output of a block: the state (None in a `BackboneOutput`), its cross-layer part, indexer loss inputs and
+    attention masses (see `AttentionOutput`), the routing, and entering [T, d]. The last is the mean of the residual
+    streams before the attention and after Engram, which a drafter reads (None unless requested).
     """
 
     state: BlockState | None
@@ -62,7 +65,9 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """Engram (some layers), attention and MoE; each sublayer reads and writes the streams by its own mHC mix."""
+    """One transformer block: Engram (in some layers), attention and MoE. The attention and the MoE read and write the
+    residual streams through their own mHC coefficients.
+    """
 
     def __init__(self, config: TextConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -84,9 +89,9 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         for_drafter: bool = False,
     ) -> BlockOutput:
-        """Single-pass mHC: a sublayer's input is collapsed with the mix of the sublayer before it. `lookup`: the Engram
-        table's rows, or None; `replay` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`;
-        `for_drafter`: return `BlockOutput.entering`.
+        """Run the block. In single-pass mHC, the input of a sublayer is collapsed with coefficients of the previous
+        sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replay` int64 [T, k]: experts to use, see
+        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`.
         """
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
@@ -116,7 +121,7 @@ class Block(nn.Module):
         runtime: ForwardOptions,
         cache: LayerCache,
     ) -> None:
-        """Only what a Full layer adds to the main KV and index keys in the cache."""
+        """Compute only the main KV and index keys of a Full layer and store them in the cache."""
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
             self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
@@ -126,10 +131,11 @@ class Block(nn.Module):
 
 
 class BackboneOutput(NamedTuple):
-    """A pass over all blocks: hidden [T, d] after the final norm, and what every block reports.
+    """The result of a pass through all blocks: hidden states [T, d] after the final norm, and the outputs of every
+    block.
 
-    attention_mass: per index source, summed over the layers that use its selection. streams: entering each block, only
-    if requested (without gradients nothing else keeps them).
+    attention_mass: for each layer with an indexer, the attention mass summed over the layers that use its selection.
+    streams: the residual streams that enter each block, only if requested.
     """
 
     hidden: Tensor
@@ -141,8 +147,8 @@ class BackboneOutput(NamedTuple):
 
 @dataclass
 class Output:
-    """logits fp32 [B, S, V]; loss 0-d (mean over supervised targets) if labels were given; hidden_states: the streams
-    [B, S, n, d] entering each block, if requested.
+    """The output of a model: logits fp32 [B, S, V]; the 0-d loss (mean over supervised targets) if labels were given;
+    hidden_states, the residual streams [B, S, n, d] that enter each block, if requested.
     """
 
     logits: Tensor
@@ -151,8 +157,8 @@ class Output:
 
 
 class Features(NamedTuple):
-    """What a drafter learns from: the layout, hidden [T, d] after the final norm, and entering [T, layers * d], the
-    means of the streams that enter the attention of some layers, concatenated.
+    """The inputs for training a drafter: the layout, the hidden states [T, d] after the final norm, and entering [T,
+    layers * d], which concatenates for several layers the mean of the residual streams before the attention.
     """
 
     layout: SequenceLayout
@@ -161,9 +167,9 @@ class Features(NamedTuple):
 
 
 class DeepseekV41(nn.Module):
-    """A V4.1 language model with an optional vision tower, or this rank's part of one (see `Parallel`)."""
+    """A V4.1 language model with an optional vision tower, or this rank's part of such a model (see `Parallel`)."""
 
-    token_map: Tensor | None  # Engram's compressed ids
+    token_map: Tensor | None  # maps token ids to Engram's compressed ids
 
     def __init__(
         self,
@@ -178,7 +184,7 @@ class DeepseekV41(nn.Module):
         self.loss_weights = loss_weights or LossWeights()
         self.embed = Table(text.vocab_size, text.hidden_size, parallel.vocabulary)
         blocks = nn.ModuleList(Block(text, layer, parallel) for layer in range(text.num_hidden_layers))
-        self.layers = cast(list[Block], blocks)  # which an nn.ModuleList says to nobody
+        self.layers = cast(list[Block], blocks)  # type checkers do not know the element type of an nn.ModuleList
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.head = Head(text.hidden_size, text.vocab_size, parallel.vocabulary)
         if config.vision is not None:
@@ -187,7 +193,7 @@ class DeepseekV41(nn.Module):
             self.image_start = nn.Parameter(torch.empty(text.hidden_size))
             self.image_end = nn.Parameter(torch.empty(text.hidden_size))
             self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
-        self.register_buffer("token_map", None, persistent=False)  # Engram's compressed ids, set by `build_model`
+        self.register_buffer("token_map", None, persistent=False)  # set by `build_model`
 
     def forward(
         self,
@@ -203,14 +209,14 @@ class DeepseekV41(nn.Module):
         output_hidden_states: bool = False,
         logits_to_keep: int = 0,
     ) -> Output:
-        """Whole logits, for inference and comparison.
+        """Compute the logits of all positions, for inference and comparison with other implementations.
 
         input_ids, labels int64 [B, S] (labels not shifted, -100 ignored); attention_mask int64 [B, S] or seq_lens
         int64 [B, documents] (lengths of packed documents); pixel_values [patches, 3, p, p], image_grid_hws int64
         [images, 2], vision_token_types int64 [B, S] (-1 text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END); routing
-        int16 [B, S, layers, experts per token]: experts to use instead of the best ones, -1 for the best ones;
-        replay_start int64 [B, documents]: see `build_layout`; logits_to_keep: compute those of the last positions of
-        each row only (0: of all). Logits at padding are zero.
+        int16 [B, S, layers, experts per token]: experts to use instead of the router's choice (-1: the router's
+        choice); replay_start int64 [B, documents]: see `build_layout`; logits_to_keep: compute the logits only for this
+        many last positions of each row (0: for all). Logits at padding are zero.
         """
         layout = self.lay_out(
             input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, routing=routing
@@ -225,7 +231,7 @@ class DeepseekV41(nn.Module):
         if labels is not None:
             targets = layout.targets(labels)
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-            loss = loss / (targets >= 0).sum().clamp(min=1)  # no target at all: 0, not NaN
+            loss = loss / (targets >= 0).sum().clamp(min=1)  # without any target the loss is 0, not NaN
         return Output(layout.unflatten(logits)[:, -logits_to_keep:], loss, streams)
 
     @torch.no_grad()
@@ -241,8 +247,9 @@ class DeepseekV41(nn.Module):
         vision_token_types: Tensor | None = None,
         layout: SequenceLayout | None = None,
     ) -> Features:
-        """One pass without gradients, for a drafter that reads `layers`. Inputs as in `losses`; labels only say where
-        prompts end, for `runtime.decoder_replay`.
+        """Run one forward pass without gradients and return the inputs of a drafter that reads the given layers. The
+        other arguments are as in `losses`; labels are used only to find the ends of prompts for
+        `runtime.decoder_replay`.
         """
         layout = layout or self.lay_out(input_ids, labels, attention_mask, seq_lens, vision_token_types)
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types)
@@ -252,7 +259,9 @@ class DeepseekV41(nn.Module):
     def loss_denominators(
         self, input_ids: Tensor, labels: Tensor, layout: SequenceLayout | None = None, **batch: Tensor
     ) -> LossDenominators:
-        """What this batch adds to the step's denominators; needs no forward pass. Inputs as in `losses`."""
+        """This micro-batch's contribution to the loss denominators of the step, computed without a forward pass. The
+        arguments are as in `losses`.
+        """
         layout = layout or self.lay_out(input_ids, labels, **batch)
         targets = layout.targets(labels)
         return count_denominators(self.config.text, layout, targets >= 0)
@@ -273,12 +282,13 @@ class DeepseekV41(nn.Module):
         objective: Objective | None = None,
         layout: SequenceLayout | None = None,
     ) -> Losses:
-        """The training losses of one micro-batch, normalised by the denominators of its step. Same inputs as `forward`.
+        """Compute the training losses of one micro-batch, divided by the loss denominators of its step. Most arguments
+        are as in `forward`.
 
-        `prompt_lens`, shaped as `seq_lens`: tokens of each document's prompt, for `runtime.decoder_replay` when an
-        answer's first tokens are not supervised (otherwise a prompt ends at the first supervised token). `objective`
-        replaces the cross-entropy; `lm_sum` is then its sum. `layout`: the result of `lay_out` for this batch, if it
-        was already called.
+        `prompt_lens`, of the shape of `seq_lens`: the number of prompt tokens of each document, used by
+        `runtime.decoder_replay`; without it, a prompt ends at the first supervised token. `objective` replaces the
+        cross-entropy, and `lm_sum` is then the sum of the objective. `layout`: the result of `lay_out` for this batch,
+        if it was already called.
         """
         layout = layout or self.lay_out(
             input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing
@@ -308,7 +318,9 @@ class DeepseekV41(nn.Module):
             )
 
     def router_biases(self) -> list[tuple[Tensor, Tensor]]:
-        """(bias, bias_vl) of every layer's router, fp32 [E] each, for the balance rule."""
+        """The router biases of every layer as pairs (bias for text, bias for images), fp32 [E] each; the balancing rule
+        updates them.
+        """
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
     def lay_out(
@@ -323,9 +335,10 @@ class DeepseekV41(nn.Module):
         routing: Tensor | None = None,
         **_: Tensor,
     ) -> SequenceLayout:
-        """Check a batch and compute its layout, with the decoder's windows bounded as in generation if the runtime asks
-        for it. Best done once and while the batch is on the CPU: only this function reads its values. Under context
-        parallelism all ranks of a group get the same batch, and the layout is that of this rank's chunk.
+        """Check a batch and compute its sequence layout. With `runtime.decoder_replay`, the sliding windows of decoder
+        layers are bounded as in generation. Call this function once, while the batch is still on the CPU, because it
+        reads the values of the batch; no other function does. Under context parallelism all ranks of a group get the
+        same batch, and the layout is that of this rank's chunk.
         """
         layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
         _check_ids(layout.flatten(input_ids), input_ids, self.config.text.vocab_size)
@@ -346,14 +359,16 @@ class DeepseekV41(nn.Module):
         seq_lens: Tensor | None,
         prompt_lens: Tensor | None,
     ) -> SequenceLayout:
-        """Check the labels; bound the decoder's windows by them if the runtime asks for it."""
+        """Check the labels and, with `runtime.decoder_replay`, bound the sliding windows of decoder layers by the ends
+        of prompts.
+        """
         text = self.config.text
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels must be [{layout.rows}, {layout.row_length}], got {list(labels.shape)}")
         flat = layout.flatten(labels)
         wrong = flat[((flat < 0) & (flat != -100)) | (flat >= text.vocab_size)]
         if wrong.numel():
-            raise ValueError(f"labels hold {int(wrong[0])}; allowed are -100 (ignored) and 0..{text.vocab_size - 1}")
+            raise ValueError(f"labels contain {int(wrong[0])}; allowed are -100 (ignored) and 0..{text.vocab_size - 1}")
         if not self.runtime.decoder_replay:
             return layout
         lengths = prompt_lengths(layout, flat) if prompt_lens is None else prompt_lens[seq_lens > 0]
@@ -397,8 +412,8 @@ class DeepseekV41(nn.Module):
     def look_up(
         self, layers: Container[int], tokens: Tensor, layout: SequenceLayout, step: Step | None = None
     ) -> dict[int, Lookup]:
-        """Engram lookups of some layers for `tokens`, int64 [b + T] (see `engram_rows`). They depend on tokens only:
-        with sharded tables, the rows of the whole batch are requested before the first block.
+        """Look up the Engram rows of some layers for `tokens`, int64 [b + T] (see `engram_rows`). The rows depend only
+        on the tokens, so with sharded tables all rows of the batch are requested before the first block runs.
         """
         text, known, found = self.config.text, self.token_map, {}
         for layer in filter(layers.__contains__, text.engram_layer_ids):
@@ -407,12 +422,13 @@ class DeepseekV41(nn.Module):
         return found
 
     def init_streams(self, x: Tensor) -> BlockState:
-        """The input of the first block: embeddings [T, d] in every stream."""
+        """The input of the first block: a copy of the embeddings [T, d] in every residual stream."""
         n = self.config.text.hc_mult
         streams = x.unsqueeze(1).repeat(1, n, 1)
         exchanging = self.parallel.experts.size > 1 or self.parallel.context.size > 1
         if exchanging and torch.is_grad_enabled() and not streams.requires_grad:
-            # Which parameters get gradients may depend on the batch; the exchanges of the backward must not.
+            # Every rank must take part in the backward pass of the expert exchange, even if no parameter of this batch
+            # needs a gradient.
             streams.requires_grad_()
         pre_mix = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
         pre_mix[:, 0] = 1.0
@@ -428,8 +444,8 @@ class DeepseekV41(nn.Module):
         step: Step | None = None,
         for_drafter: bool = False,
     ) -> BlockOutput:
-        """Run one block on the layout's tokens. It removes its own entry from `lookups`; `replay` int64 [T, k]: experts
-        to use; with `step` the tokens come after those in a cache.
+        """Run one block on the tokens of the layout, and remove the block's entry from `lookups`. `replay` int64 [T,
+        k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
@@ -438,13 +454,13 @@ class DeepseekV41(nn.Module):
         return self.layers[layer](*arguments)
 
     def prefill_kv(self, layer: int, state: BlockState, step: Step) -> None:
-        """Of Full layer `layer`, only the part that puts compressed entries into the cache."""
+        """Run only the part of Full layer `layer` that stores compressed entries in the cache."""
         lookup = self.look_up([layer], step.ids, step.layout, step).get(layer)
         lookup = lookup and lookup.arrived()
         self.layers[layer].prefill_kv(state, lookup, step.layout, self.runtime, step.layer(layer))
 
     def final_hidden(self, state: BlockState) -> Tensor:
-        """Hidden states [T, d] after the last block, for the head."""
+        """The hidden states [T, d] that the head takes as input: the last block's streams, collapsed and normalised."""
         with using(self.runtime.kernels):
             return self.norm(collapse(state.streams, state.pre_mix))
 
@@ -456,13 +472,15 @@ class DeepseekV41(nn.Module):
         image_grid_hws: Tensor | None,
         vision_token_types: Tensor | None,
     ) -> Tensor:
-        """[T, d]: token embeddings, with image spans replaced by tower features and the three learned vectors."""
+        """The input embeddings [T, d]: token embeddings, except that image spans hold features of the vision tower and
+        the learned START, NEWLINE and END vectors.
+        """
         x = self.embed(tokens)
         if (pixel_values is None) != (image_grid_hws is None):
-            raise ValueError("pixel_values and image_grid_hws come together; one of them is missing")
+            raise ValueError("pixel_values and image_grid_hws must be given together; one of them is missing")
         if vision_token_types is None:
             if pixel_values is not None:
-                raise ValueError("pixel_values need vision_token_types, which say where the images stand")
+                raise ValueError("pixel_values need vision_token_types, which mark the positions of the images")
             return x
         types = layout.flatten(vision_token_types)
         if self.config.vision is None:
@@ -480,8 +498,8 @@ class DeepseekV41(nn.Module):
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
 
     def _image_features(self, pixel_values: Tensor, grids: Tensor, layout: SequenceLayout) -> Tensor | None:
-        """[F, d]: the features of the images, or of those that stand in a chunk at least in part, cut to it; None if
-        none does. An image across a cut runs on both sides of it, and each side takes and trains its own features.
+        """The image features [F, d] of this rank's tokens, or None if they have no image. If an image extends over two
+        chunks, both ranks run the vision tower on it, and each uses and trains the features in its own chunk.
         """
         first, last = 0, None
         if layout.chunk is not None:
@@ -497,17 +515,18 @@ class DeepseekV41(nn.Module):
 
 def _check_features(slots: int, features: int) -> None:
     if features != slots:
-        raise ValueError(f"the batch has {slots} IMAGE tokens but its images make {features}; check image_grid_hws")
+        raise ValueError(
+            f"the batch has {slots} IMAGE tokens, but its images give {features} features; check image_grid_hws"
+        )
 
 
 def _check_ids(tokens: Tensor, input_ids: Tensor, vocabulary: int) -> None:
-    """Raise ValueError naming the first of `tokens` (the real ones of input_ids [B, S]) that is outside the vocabulary;
-    a kernel would read past the end of the table.
+    """Raise ValueError for the first of `tokens` (the non-padding tokens of input_ids [B, S]) that is outside the
+    vocabulary, because a kernel would read past the end of the embedding table.
     """
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if wrong.numel():
         row, position = (input_ids == wrong[0]).nonzero()[0].tolist()
         raise ValueError(
-            f"input_ids[{row}, {position}] = {int(wrong[0])} is outside of the vocabulary: allowed are "
-            f"0..{vocabulary - 1}"
+            f"input_ids[{row}, {position}] = {int(wrong[0])} is outside the vocabulary; allowed are 0..{vocabulary - 1}"
         )

@@ -1,4 +1,4 @@
-"""Making a model: allocated, cast, spread over processes, and initialised."""
+"""Builds a model: allocates its parameters, casts them, splits them over processes, and initialises them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def build_model(
     parallel: Parallel = ONE_PROCESS,
     loss_weights: LossWeights | None = None,
 ) -> DeepseekV41:
-    """A freshly initialised model. On device "meta" nothing is allocated: the released 552B configuration builds in
-    seconds.
+    """Build a model with freshly initialised parameters. On device "meta" no memory is allocated, so that even the
+    released 552B configuration is built in seconds.
 
-    dtype applies to everything but what the report keeps in fp32 (mHC coefficients, sinks, router biases). `parallel`
-    makes this rank's part of the model; its weights are those that one process would draw. Raises ValueError if the
-    experts cannot be split so.
+    dtype: the dtype of all parameters except those that the report keeps in fp32 (mHC coefficients, attention sinks,
+    router biases). With `parallel` only this rank's part of the model is built, with the same weights that a single
+    process would draw. Raises ValueError if the experts cannot be split evenly.
     """
     model = allocate_model(config, runtime, token_map, device, dtype, parallel, loss_weights)
     if torch.device(device).type != "meta":
@@ -53,8 +53,8 @@ def allocate_model(
     loss_weights: LossWeights | None = None,
     packing_of: Callable[[str], Packing | None] = lambda name: None,
 ) -> DeepseekV41:
-    """A model whose parameters are allocated on `device` but not yet written. `packing_of`: how a parameter of this
-    name is kept packed, for good (`model.packed`); None: as values.
+    """A model whose parameters are allocated on `device` but not initialised. `packing_of` maps a parameter name to the
+    format in which the parameter is kept packed (see model/packed.py), or to None for an ordinary parameter.
     """
     if torch.device(device).type != "meta" or token_map is not None:
         check_token_map(config.text, token_map)
@@ -77,7 +77,7 @@ def _make_room_packed(model: nn.Module, packing_of: Callable[[str], Packing | No
 
 
 def cast_model(model: Cast, dtype: torch.dtype) -> Cast:
-    """Cast parameters to `dtype`, keeping what must stay fp32."""
+    """Cast the parameters to `dtype`, except those that must stay fp32."""
     for name, tensor in model.named_parameters():
         if not any(part in name for part in FP32_NAMES):
             tensor.data = tensor.data.to(dtype)

@@ -1,10 +1,11 @@
 """Context parallelism: the layout of one rank's chunk of a micro-batch.
 
-Every rank makes the layout of all tokens and keeps its own queries, so document numbers, slots, visible ranges and
-positions are those of one process, and so is everything that is selected by them. What ranks send each other is planned
-here, on the CPU, from that layout; model/parallel/context.py sends it.
+Every rank computes the layout of all tokens and then keeps only the queries of its chunk. Document numbers, slots,
+visible ranges and positions are therefore the same as with one process, and so is every selection that depends on them.
+This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends them.
 
-Shapes: A all tokens of the micro-batch, T those of the chunk, C ranks, N entry slots.
+In shapes, A is the number of tokens in the micro-batch, T the number in this rank's chunk, C the number of ranks and N
+the number of entry slots.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from model.parallel.ranks import RankGroup
 def chunk_of(
     layout: SequenceLayout, config: TextConfig, ranks: RankGroup, takes_feature: Tensor | None = None
 ) -> SequenceLayout:
-    """This rank's part of a layout: its tokens are cut into equal consecutive chunks, one for each rank.
+    """The layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks of equal size, one for
+    each rank.
 
-    takes_feature bool [B, S]: the tokens that stand for a feature of an image (None: there is no image). Raises
+    takes_feature bool [B, S]: the tokens whose embedding is an image feature (None: there is no image). Raises
     ValueError if there are fewer tokens than ranks.
     """
     if layout.tokens < ranks.size:
         raise ValueError(
             f"a micro-batch of {layout.tokens} tokens cannot be split over the {ranks.size} ranks of "
-            "parallel.context_parallel: each needs one"
+            "parallel.context_parallel, because each rank needs at least one token"
         )
     device, layout = layout.position.device, layout.to(torch.device("cpu"))
     cuts = torch.arange(ranks.size + 1) * layout.tokens // ranks.size
@@ -67,18 +69,18 @@ def chunk_of(
 
 
 def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank: int) -> Entries:
-    """Entries of a chunk: an entry is computed by the rank that has its last token."""
+    """The `Entries` of a chunk. An entry is computed by the rank whose chunk contains the entry's last token."""
     ranks, start, stop = len(cuts) - 1, int(cuts[rank]), int(cuts[rank + 1])
     used = _used_slots(entries, document_lengths)
     first, last = entries.members[used, 0], entries.members[used, -1]
     owner = torch.searchsorted(cuts, last, right=True) - 1
     counts = owner.bincount(minlength=ranks)
-    begins = counts.cumsum(0) - counts  # each rank's first entry, among the used ones
+    begins = counts.cumsum(0) - counts  # index of each rank's first entry among the used slots
     capacity = max(1, int(counts.max()))
     row = owner * capacity + torch.arange(len(used)) - begins[owner]
     place = torch.zeros(entries.slots, dtype=torch.int64).index_copy(0, used, row)
     slot = torch.full((ranks * capacity,), -1).index_copy(0, row, used)
-    # a group's first token may lie before the chunk; every rank knows that of every other
+    # the first token of a group may lie before the chunk; every rank computes this for all ranks
     needed_from = cuts[:-1].clone()
     has = counts > 0
     needed_from[has] = needed_from[has].minimum(first[begins[has]])
@@ -99,7 +101,7 @@ def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank:
 
 
 def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
-    """int64, ascending: the slots that hold an entry."""
+    """The numbers, int64 and ascending, of the slots that hold an entry."""
     count = document_lengths // entries.ratio
     slot_start = entries.visible_from[document_lengths.cumsum(0) - document_lengths]
     begins = count.cumsum(0) - count
@@ -107,8 +109,8 @@ def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
 
 
 def _halo(needed_from: Tensor, cuts: Tensor, rank: int) -> HaloPlan:
-    """needed_from int64 [C]: the first token before its chunk that each rank needs (its chunk's first: none). A rank
-    gets rows from as many ranks before it as that takes.
+    """Plan which rows of earlier tokens each rank receives. needed_from int64 [C]: for each rank, the first token that
+    it needs (the first token of its chunk if it needs no earlier token). The rows may come from several earlier ranks.
     """
     needs, bounds = needed_from.tolist(), cuts.tolist()
     chunks = list(pairwise(bounds))

@@ -30,8 +30,8 @@ class Entries:
     `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size` and a document's visible
     entries are always one range of slots.
 
-    In a chunk (see `Chunk`) slots are still those of all tokens, but `members` and `phasors` list only the
-    `gathered.capacity` entries that this rank computes: those whose last token lies in its chunk.
+    Under context parallelism (see `Chunk`), slots count the entries of all tokens, but `members` and `phasors` list
+    only the `gathered.capacity` entries that this rank computes, whose last token is in its chunk.
     """
 
     ratio: int
@@ -45,8 +45,8 @@ class Entries:
     )  # visible_from, visible_to on the CPU: they bound the scoring chunks without waiting for the device
     host_to: np.ndarray
     own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
-    halo: HaloPlan | None = None  # of a chunk: the tokens before it that begin a group which ends in it
-    gathered: GatherPlan | None = None  # of a chunk: where the entries that each rank computes belong
+    halo: HaloPlan | None = None  # for a chunk: rows of earlier tokens whose compression group ends in the chunk
+    gathered: GatherPlan | None = None  # for a chunk: the slots of the entries that each rank computes
 
     def to(self, device: torch.device) -> Entries:
         """The same on another device; from pinned memory without waiting."""
@@ -55,24 +55,26 @@ class Entries:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Which tokens of a micro-batch this rank computes under context parallelism, and what it needs of the others.
+    """The tokens of a micro-batch that this rank computes under context parallelism, and the data that it needs from
+    other ranks.
 
     The ranks of a group hold consecutive chunks of the same tokens.
     """
 
     ranks: RankGroup
-    window: HaloPlan  # the tokens before the chunk that the windows of its queries reach
-    lookback: Tensor  # int64 [b]: where the b tokens before the chunk that Engram's n-grams reach lie in [B*S]
-    lookback_image: Tensor | None  # bool [b]: whether they belong to an image span; None without images
-    feature_slots: tuple[int, int, int]  # features of images that belong before the chunk, into it, and anywhere
+    window: HaloPlan  # earlier tokens that the sliding windows of the chunk's queries reach
+    lookback: Tensor  # int64 [b]: positions in [B*S] of the b earlier tokens that Engram's n-grams reach
+    lookback_image: Tensor | None  # bool [b]: whether these tokens belong to an image span; None without images
+    feature_slots: tuple[int, int, int]  # number of image features before the chunk, in it, and in total
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Token layout of one micro-batch; immutable, built once and read by every layer.
+    """The layout of the tokens of one micro-batch. It is immutable, built once and read by every layer.
 
-    With a `chunk`, T counts the tokens of this rank, and token indices count from the first of them (negative: before
-    the chunk). Documents and slots keep their numbers, so `document_lengths` covers all documents.
+    With a `chunk`, T is the number of this rank's tokens, and token indices count from the first of them (negative
+    indices are earlier tokens). Documents and slots are numbered as without chunks, so `document_lengths` covers all
+    documents.
     """
 
     rows: int
@@ -88,7 +90,7 @@ class SequenceLayout:
     phasors: Tensor  # complex64 [T, rope/2] of window-only layers
     phasors_yarn: Tensor  # complex64 [T, rope/2] of compressed layers
     entries: dict[int, Entries]  # by compression ratio
-    chunk: Chunk | None = None  # None: all tokens are here
+    chunk: Chunk | None = None  # None: this rank computes all tokens
 
     @property
     def tokens(self) -> int:
@@ -105,21 +107,23 @@ class SequenceLayout:
         return flat if self.gather is None else flat.index_select(0, self.gather)
 
     def flatten_with_lookback(self, x: Tensor) -> Tensor:
-        """`flatten` with the rows of the tokens before a chunk that Engram looks back to in front: [b + T, ...]."""
+        """As `flatten`, but the result [b + T, ...] begins with the rows of the b tokens before the chunk that Engram's
+        n-grams reach.
+        """
         if self.chunk is None:
             return self.flatten(x)
         flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
         return torch.cat([flat.index_select(0, self.chunk.lookback), self.flatten(x)])
 
     def image_with_lookback(self) -> Tensor | None:
-        """`image` with those tokens in front, as `flatten_with_lookback` puts them: bool [b + T]."""
+        """The image flags bool [b + T] of the tokens in the order of `flatten_with_lookback`."""
         if self.image is None or self.chunk is None or self.chunk.lookback_image is None:
             return self.image
         return torch.cat([self.chunk.lookback_image, self.image])
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Labels int64 [B, S], not shifted -> int64 [T]: the label of the next token, -100 at the end of a document.
-        The next token may lie behind the chunk.
+        """The target int64 [T] of each token, from unshifted labels int64 [B, S]: the label of the next token, or -100
+        at the end of a document. The next token may be in the next chunk.
         """
         flat = labels.reshape(-1)
         place = torch.arange(self.tokens, device=flat.device) if self.gather is None else self.gather

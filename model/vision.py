@@ -108,13 +108,13 @@ class VisionTower(nn.Module):
         return torch.cat(features)
 
     def feature_counts(self, grids: Tensor) -> list[int]:
-        """How many features each image makes; grids as in `forward`."""
+        """The number of features of each image; grids as in `forward`."""
         s = self.config.downsample_ratio
         return [-(-h // s) * -(-w // s) for h, w in grids.tolist()]
 
     def images_at(self, pixel_values: Tensor, grids: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor, int]:
-        """Of some images (see `forward`) those that make any of the features [begin, begin + count): their patches,
-        their grids, and how many of their features come before `begin`.
+        """Select the images that contribute to the features [begin, begin + count) of all images (arguments as in
+        `forward`). Returns their patches, their grids, and the number of their features before `begin`.
         """
         ends = list(accumulate(self.feature_counts(grids)))
         first, last = bisect_right(ends, begin), bisect_left(ends, begin + count)

@@ -1,7 +1,7 @@
-"""The paged cache of many sequences, and the index of prefixes that they share.
+"""The paged cache of many sequences, and the index of prompt prefixes that sequences share.
 
-Compressed entries are stored in pages of `page_tokens` tokens. A sequence wastes less than one page. A page holds a
-whole number of the indexer's candidate blocks, and no compression group crosses the end of a page.
+Compressed entries are stored in pages that each cover `page_tokens` tokens, so a sequence leaves less than one page
+unused. A page holds a whole number of the indexer's candidate blocks, and no compression group extends over two pages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from model.config import TextConfig
 from model.quantize import KV_INDEX, KV_WINDOW, main_kv_format
 from model.rope import inverse_frequencies
 
-PAGE_TOKENS = 64  # minimum; rounded up to whole candidate blocks of every compression ratio
+PAGE_TOKENS = 64  # minimum tokens per page; rounded up to whole candidate blocks of every compression ratio
 
 
 @dataclass
 class CachedSequence:
-    """One sequence: the number of tokens processed, its pages, the first position stored in the window rings of the
-    encoder and of the decoder, and (token id, is image) of its last tokens.
+    """The state of one cached sequence: the number of tokens processed, its pages, the first position stored in the
+    window rings of encoder layers and of decoder layers, and (token id, whether it is an image token) of its last
+    tokens.
     """
 
     length: int = 0
@@ -35,11 +36,12 @@ class CachedSequence:
 
 
 class Cache:
-    """The attention state of many sequences. `open` returns a row number for a new sequence; `close` frees the row.
+    """Stores the attention state of many sequences. `open` returns a row number for a new sequence; `close` frees the
+    row.
 
-    kv_quant: store main KV packed as FP4; False stores it unquantised, for models run without `runtime.kv_quant`.
-    prefix_tokens: how many tokens of main KV and index keys to keep for later sequences with the same beginning.
-    drafter_stages: number of stages of a drafter whose context keys are cached too (0: no drafter).
+    kv_quant: whether main KV is stored packed as FP4; False is for models that run without `runtime.kv_quant`.
+    prefix_tokens: for how many tokens the main KV and index keys of finished prompts are kept, for later prompts with
+    the same beginning. drafter_stages: the number of drafter stages whose context keys are cached too (0: no drafter).
     """
 
     def __init__(
@@ -63,19 +65,21 @@ class Cache:
         self.open_values = {n: Store(None, self.device) for n in sources if config.ratio(n) > 1}
         self.open_gates = {n: Store(None, self.device) for n in self.open_values}
         self.rows: list[CachedSequence | None] = []
-        self.uses: list[int] = []  # for every page: how many sequences own it, plus one if it is in the prefix index
+        self.uses: list[int] = []  # for each page, the number of sequences that own it, plus 1 if the prefix index does
         self.free_pages: list[int] = []
-        self.prefixes: dict[tuple[int, ...], int] = {}  # (page before or -1, tokens of the page) -> page; oldest first
+        self.prefixes: dict[
+            tuple[int, ...], int
+        ] = {}  # (previous page or -1, tokens of the page) -> page; oldest first
         self.prefix_pages = prefix_tokens // self.page_tokens
         self.frequencies = {c: inverse_frequencies(config, compressed=c) for c in (False, True)}
 
     @property
     def pages(self) -> int:
-        """Number of pages allocated so far."""
+        """The number of pages allocated so far."""
         return len(self.uses)
 
     def open(self) -> int:
-        """Returns an empty row for a new sequence."""
+        """Returns the number of an empty row for a new sequence."""
         if None not in self.rows:
             self.rows.append(None)
         row = self.rows.index(None)
@@ -83,7 +87,7 @@ class Cache:
         return row
 
     def sequence(self, row: int) -> CachedSequence:
-        """What an open row holds."""
+        """The sequence that is stored in an open row."""
         state = self.rows[row]
         assert state is not None, f"row {row} is not open"
         return state
@@ -119,7 +123,7 @@ class Cache:
             pages.append(self._new_page())
 
     def trim(self, row: int) -> None:
-        """Free the pages of a row that its tokens do not need."""
+        """Free the last pages of a row if its tokens do not reach into them."""
         state = self.sequence(row)
         while (len(state.pages) - 1) * self.page_tokens >= state.length:
             self._release(state.pages.pop())
@@ -139,8 +143,8 @@ class Cache:
             self.free_pages.append(page)
 
     def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """Add a row's full pages, computed from `tokens`, to the prefix index. Pages that a sequence computed after it
-        reused a prefix itself are not exact and are not added.
+        """Add the full pages of a row, which holds `tokens`, to the prefix index. If the row itself reused a prefix,
+        the pages that it computed afterwards are only approximate and are not added.
         """
         state, size = self.sequence(row), self.page_tokens
         if not self.prefix_pages or state.window_from:
@@ -157,12 +161,12 @@ class Cache:
             self._release(self.prefixes.pop(next(iter(self.prefixes))))
 
     def reuse_prefix(self, row: int, prompt: Sequence[int]) -> int:
-        """Start a new row with the longest cached prefix of its prompt. Returns s, the number of tokens that the model
-        need not process.
+        """Start a new row with the longest cached prefix of its prompt. Returns s, the number of prompt tokens that the
+        model can skip.
 
         Only main KV and index keys are cached for prefixes, so the last `sliding_window` tokens of the match are
-        processed again (SWA bounded replay, V4.1 report). The row has no window keys before position s, and computes
-        its own entries from s on. s is rounded down to a whole compression group.
+        processed again (SWA bounded replay, V4.1 report). The row has no window keys before position s, and its entries
+        from position s on are computed anew. s is rounded down to a multiple of the compression ratios.
         """
         state, size = self.sequence(row), self.page_tokens
         hit = self._touch(prompt[:-1])
@@ -178,8 +182,8 @@ class Cache:
         return start
 
     def _touch(self, tokens: Sequence[int]) -> list[int]:
-        """The cached pages that hold the beginning of `tokens`. They become the most recently used, the first page
-        most of all.
+        """Find the cached pages that hold the beginning of `tokens`, and mark them as the most recently used pages, the
+        first page last.
         """
         keys, before, size = [], -1, self.page_tokens
         for at in range(0, len(tokens) - size + 1, size):
@@ -194,7 +198,7 @@ class Cache:
         return pages
 
     def drop_prefixes(self) -> None:
-        """Empty the prefix index, for example because the weights have changed."""
+        """Remove all pages from the prefix index, for example because the weights have changed."""
         for page in self.prefixes.values():
             self._release(page)
         self.prefixes.clear()
@@ -210,12 +214,12 @@ class Cache:
         return copy
 
     def stores(self) -> dict[str, Store]:
-        """Every store, by the name that `state_dict` uses for it."""
+        """All stores of the cache, by their names in `state_dict`."""
         kinds = ("main", "index", "window", "open_values", "open_gates")
         return {f"{kind}.{layer}": store for kind in kinds for layer, store in getattr(self, kind).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the whole cache as tensors and plain containers."""
+        """A copy of the whole cache as tensors, lists and dictionaries."""
         rows = [row and vars(_row(vars(row))) for row in self.rows]
         tensors = {name: [t.clone() for t in store.tensors] for name, store in self.stores().items()}
         widths = {name: store.width for name, store in self.stores().items()}
@@ -229,7 +233,7 @@ class Cache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the content of the cache by what `state_dict` returned."""
+        """Replace the content of the cache by a state that `state_dict` returned."""
         self.rows = [row and _row(row) for row in state["rows"]]
         self.uses, self.free_pages = list(state["uses"]), list(state["free_pages"])
         self.prefixes = {tuple(key): page for key, page in state["prefixes"]}
@@ -238,10 +242,12 @@ class Cache:
             store.width = state["widths"][name]
 
     def entry_bytes(self) -> int:
-        """Bytes of main KV and index keys in all allocated pages: the storage that grows with the context."""
+        """Bytes of main KV and index keys in all allocated pages, which is the storage that grows with the context
+        length.
+        """
         return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())
 
 
 def _row(state: dict[str, Any]) -> CachedSequence:
-    """A `CachedSequence` made from the fields of another one, with copies of its lists."""
+    """A `CachedSequence` with the given fields, in which lists are copied."""
     return CachedSequence(**{**state, "pages": list(state["pages"]), "history": list(state["history"])})

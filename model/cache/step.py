@@ -1,11 +1,12 @@
-"""One forward pass over new tokens of cached sequences, and a layer's view of it.
+"""One forward pass over new tokens of cached sequences, and the interface of a layer to the cache during the pass.
 
-A `Step` lays out the new tokens; attention reads and writes the cache through `LayerCache` only. A tentative step
-processes tokens of which some may be rejected afterwards, such as a drafter's proposals: `Step.commit` says which ones
-are kept, and leaves the cache as if the others had never been processed.
+A `Step` computes the sequence layout of the new tokens; attention layers read and write the cache only through
+`LayerCache`. Some tokens of a tentative step may be rejected afterwards, such as a drafter's proposals. `Step.commit`
+is told which tokens are kept, and leaves the cache as if the others had never been processed.
 
-Shapes: T new tokens of a step, B its sequences, W window, r ratio, D head dim, Di index head dim, K top-k, T' keys on
-the window axis.
+In shapes, T is the number of new tokens in a step, B the number of its sequences, W the window size, r the compression
+ratio, D the head dimension, Di the indexer's head dimension, K the number of selected entries, and T' the number of
+keys on the window axis.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from model.rope import rotations
 
 
 class WindowAxis(NamedTuple):
-    """An axis of T' window keys: for every sequence, the earlier keys in its window ring, then its new tokens.
+    """The window keys of all sequences on one axis of length T': for each sequence, the earlier keys in its window
+    ring, then the keys of its new tokens.
 
-    source int64 [T']: where each key comes from, as a row of the concatenation of the sequences' ring rows [B * W] and
-    the new tokens [T]; place int64 [T]: where each new token is on the axis; start int64 [T']: for each key, taken as a
-    query, the first key in its window.
+    source int64 [T']: the row of each key in the concatenation of the ring buffers [B * W] and the new tokens [T];
+    place int64 [T]: the position of each new token on the axis; start int64 [T']: the position of the first key in the
+    window that ends at each key.
     """
 
     source: Tensor
@@ -38,7 +40,9 @@ class WindowAxis(NamedTuple):
     start: Tensor
 
     def spread(self, x: Tensor, fill: int) -> Tensor:
-        """Values [T, ...] of the new tokens -> [T', ...], with `fill` at the earlier keys."""
+        """Spread values [T, ...] of the new tokens over the axis: returns [T', ...], with `fill` at the earlier
+        keys.
+        """
         if len(self.source) == len(self.place):
             return x
         return x.new_full((len(self.source), *x.shape[1:]), fill).index_copy(0, self.place, x)
@@ -46,8 +50,8 @@ class WindowAxis(NamedTuple):
 
 @dataclass
 class Span:
-    """A sequence's part of a step. `past` tokens were processed before, the last of which are in `history`. No window
-    key exists before position `window_from`.
+    """The tokens of one sequence in a step. `past` is the number of tokens processed before, the last of which are in
+    `history`. There are no window keys before position `window_from`.
     """
 
     row: int
@@ -58,7 +62,7 @@ class Span:
     history: list[tuple[int, bool]]
 
     def cut(self, begin: int, end: int, window_from: int, back: int) -> Span:
-        """The span of tokens begin to end - 1 alone; `back` is the number of tokens in its history."""
+        """A span of only the tokens from `begin` to `end` - 1; `back` is the number of tokens in its history."""
         history = (self.history + list(zip(self.tokens, self.image, strict=True))[:begin])[-back:]
         cut = slice(begin, end)
         return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
@@ -68,8 +72,8 @@ Made = TypeVar("Made")
 
 
 def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Made]:
-    """Decorator: computes a method of `Step` once for each compression ratio, since all layers of one ratio share the
-    result.
+    """A decorator that caches the result of a `Step` method for each compression ratio, because all layers with the
+    same ratio use the same result.
     """
 
     @wraps(make)
@@ -83,12 +87,12 @@ def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Mad
 
 
 class Step:
-    """One forward pass over new tokens. `layout` holds the new tokens only, one document for each sequence; its
-    positions and visible entries include the cached tokens.
+    """One forward pass over new tokens of cached sequences. `layout` has one document for each sequence with only its
+    new tokens, but positions and visible entries count the cached tokens too.
 
-    A step with one token for every sequence is a decoding step: the W window keys and the K selected entries are
-    gathered for each query, and each query has its own range of entry slots. A tentative step (at most W tokens a
-    sequence) works in the same way, except that the queries of a sequence share its slots.
+    A step with one token per sequence is a decoding step: for each query, the W window keys and the K selected entries
+    are gathered, and each query has its own range of entry slots. A tentative step (at most W tokens per sequence)
+    works in the same way, except that the queries of a sequence share its entry slots.
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span], tentative: bool = False):
@@ -124,7 +128,9 @@ class Step:
         images: Sequence[list[bool]] | None = None,
         tentative: bool = False,
     ) -> Step:
-        """The step in which `tokens[i]` follow the cached tokens of row `rows[i]`; `images[i]` marks image tokens."""
+        """Make the step in which `tokens[i]` follow the cached tokens of row `rows[i]`; `images[i]` marks the image
+        tokens among them.
+        """
         spans = []
         for i, row in enumerate(rows):
             state = cache.sequence(row)
@@ -134,14 +140,16 @@ class Step:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether the decoder's layers process other tokens in this step than the encoder's, or see another window."""
+        """Whether decoder layers process other tokens than encoder layers in this step, or have other sliding
+        windows.
+        """
         cache, window = self.cache, self.config.sliding_window
         pairs = [(span, cache.sequence(span.row).decoder_from) for span in self.spans]
         return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
 
     def split(self) -> tuple[StepPart | None, StepPart | None]:
-        """For the decoder's layers: a part with the tokens before each row's `decoder_from`, and a part with the tokens
-        from there on. A part without tokens is None.
+        """Split the step for decoder layers into a part with the tokens before each row's `decoder_from`, and a part
+        with the tokens from there on. A part without tokens is None.
         """
         early, late = [], []
         back = self.config.engram_max_ngram_size - 1
@@ -171,7 +179,7 @@ class Step:
             document=self.on_device(self.document),
             document_start=start,
             document_lengths=self.on_device(self.host_count),
-            window_start=start,  # not used in a step: `WindowAxis` says what the window is
+            window_start=start,  # not used in a step, whose windows are given by `WindowAxis`
             decoder_window_start=start,
             position=position,
             image=self._image(),
@@ -185,9 +193,9 @@ class Step:
         return self.on_device(torch.tensor(flags)) if any(flags) else None
 
     def _entries(self, ratio: int) -> Entries:
-        """The entries of one compression ratio. For the new entries: their phasors, and their members as rows of the
-        concatenation of open groups [B * r] and new tokens [T]. For the queries: the range of slots they see, where
-        the pages of sequence b occupy the slots from b * own on.
+        """The `Entries` of one compression ratio. Phasors and members are given for new entries only; members are row
+        numbers in the concatenation of open groups [B * r] and new tokens [T]. Each query gets its range of visible
+        slots, where the pages of sequence b occupy the slots from b * own on.
         """
         own = self.pages.shape[1] * self.cache.page_tokens // ratio
         owner, number = self._new_entries(ratio)
@@ -209,7 +217,9 @@ class Step:
         )
 
     def _new_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """For every entry that this step completes: (index of its sequence in the step, number of the entry in it)."""
+        """For each entry that this step completes, the index of its sequence in the step and the number of the entry in
+        the sequence.
+        """
         closing = (self.position + 1) % ratio == 0
         return self.document[closing], self.position[closing] // ratio
 
@@ -218,8 +228,8 @@ class Step:
 
     @cached_property
     def engram_axis(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """The history of each sequence followed by its new tokens: (token ids, for each the place where its sequence
-        starts, image flags or None if there are none, places of the new tokens).
+        """The history of each sequence followed by its new tokens, as a tuple (token ids; for each token the position
+        where its sequence starts; image flags, or None if there are no images; positions of the new tokens).
         """
         ids: list[int] = []
         image: list[bool] = []
@@ -236,7 +246,7 @@ class Step:
         return tokens, starts, masked, places
 
     def engram_rows(self, layer: int, token_map: Tensor) -> Tensor:
-        """Table rows int64 [T, G] that Engram layer `layer` (a backbone layer id) looks up for the new tokens."""
+        """The table rows int64 [T, G] that the Engram of backbone layer `layer` looks up for the new tokens."""
         config = self.config
         ids, start, masked, place = self.engram_axis
         number = config.engram_layer_ids.index(layer)
@@ -244,8 +254,8 @@ class Step:
         return found.index_select(0, place)
 
     def commit(self, kept: Sequence[int] | None = None) -> None:
-        """Count the step's tokens as processed; in a tentative step only the first `kept[i]` of sequence i. Call it
-        after all layers have run.
+        """Record the tokens of the step as processed; in a tentative step only the first `kept[i]` tokens of sequence
+        i. Call this method after all layers have run.
         """
         if kept is not None:
             self.host_kept = torch.tensor(kept)
@@ -260,22 +270,26 @@ class Step:
                 self.cache.trim(span.row)
 
     def when_kept(self, write: Callable[[], None]) -> None:
-        """Call `write`, which needs to know which tokens are kept: now, or in `commit` for a tentative step."""
+        """Call `write`, which stores only the kept tokens: immediately in an ordinary step, and during `commit` in a
+        tentative step.
+        """
         if self.tentative:
             self._later.append(write)
         else:
             write()
 
-    # --- layouts that several layers share
+    # --- index tensors that several layers share
 
     @cached_property
     def ring_rows(self) -> Tensor:
-        """Places int64 [B, W] of the sequences' window rings."""
+        """The row numbers int64 [B, W] of the sequences' window rings in a window store."""
         return self.on_device(self.row[:, None] * self.config.sliding_window + torch.arange(self.config.sliding_window))
 
     @cached_property
     def ring_writes(self) -> tuple[Tensor, Tensor]:
-        """(new tokens to store in the rings, their places in the rings): the last W kept tokens of each sequence."""
+        """The new tokens to store in the window rings (the last W kept tokens of each sequence), and the rows of the
+        window store where they go.
+        """
         window = self.config.sliding_window
         end = self.host_kept[self.document]
         kept = ((self.offset < end) & (self.offset >= end - window)).nonzero().flatten()
@@ -284,15 +298,17 @@ class Step:
 
     @cached_property
     def ring_hidden(self) -> Tensor:
-        """bool [B, W]: places of a ring that hold no key of the window, once this step's token has been added."""
+        """bool [B, W]: the places of each window ring that hold no key of the current window, after the step's token
+        has been added.
+        """
         window = self.config.sliding_window
         age = (self.position[:, None] - torch.arange(window)) % window
         return self.on_device(self.position[:, None] - age < self.window_from[:, None])
 
     @cached_property
     def windows(self) -> tuple[Tensor, Tensor]:
-        """The W window keys of each query of a tentative step. int64 [T, W]: the key as a row of the concatenation of
-        ring rows [B * W] and new tokens [T]; bool [T, W]: true where the window has no key.
+        """The W window keys of each query of a tentative step, as two tensors. int64 [T, W] gives the row of each key
+        in the concatenation of ring rows [B * W] and new tokens [T]; bool [T, W] is true where the window has no key.
         """
         window = self.config.sliding_window
         position = self.position[:, None] - torch.arange(window - 1, -1, -1)
@@ -318,13 +334,13 @@ class Step:
 
     @once_a_ratio
     def open_places(self, ratio: int) -> Tensor:
-        """Places int64 [B * r] of the sequences' open groups."""
+        """The row numbers int64 [B * r] of the sequences' open groups in their store."""
         return self.on_device(self.row[:, None] * ratio + torch.arange(ratio)).flatten()
 
     @once_a_ratio
     def open_writes(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(new tokens in groups that stay open, their places). A token's place is its number in its group; what the
-        store still holds of complete groups is never read.
+        """The new tokens in compression groups that stay open, and the rows of the store where they go. A token's row
+        depends on its number in its group, so the tokens of completed groups are overwritten later and never read.
         """
         end = (self.host_past + self.host_kept)[self.document]
         kept = ((self.position < end) & (self.position >= end // ratio * ratio)).nonzero().flatten()
@@ -333,33 +349,33 @@ class Step:
 
     @once_a_ratio
     def dropped_entries(self, ratio: int) -> Tensor:
-        """int64: numbers of the new entries that were computed from a rejected token."""
+        """The numbers, int64, of the new entries that were computed from at least one rejected token."""
         owner, number = self._new_entries(ratio)
         kept = (self.host_past + self.host_kept)[owner]
         return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())
 
     @once_a_ratio
     def entry_places(self, ratio: int) -> Tensor:
-        """Places of the new entries in the stores of ratio `ratio`."""
+        """The row numbers of the new entries in the stores of compression ratio `ratio`."""
         owner, number = self._new_entries(ratio)
         size = self.cache.page_tokens // ratio
         return self.on_device(self.pages[owner, number // size] * size + number % size)
 
     @cached_property
     def device_pages(self) -> Tensor:
-        """The sequences' pages, int64 [B * pages each]."""
+        """The page numbers of all sequences, int64 [B * pages per sequence]."""
         return self.on_device(self.pages.flatten())
 
 
 class StepPart(NamedTuple):
-    """A step over some tokens of another step; `tokens` int64 says which ones."""
+    """A step over some tokens of another step; `tokens` int64 holds the indices of these tokens."""
 
     step: Step
     tokens: Tensor
 
 
 class LayerCache:
-    """What one layer reads from and writes to the cache in one step."""
+    """The interface through which one layer reads and writes the cache in one step."""
 
     def __init__(self, step: Step, layer: int):
         self.step, self.cache, self.layer = step, step.cache, layer
@@ -367,8 +383,8 @@ class LayerCache:
         self.ratio = step.config.ratio(layer) if layer < step.config.num_hidden_layers else 0
 
     def open_groups(self, values: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Concatenate the cached values and gates of open groups [B * r, D] and those of the new tokens [T, D]. Stores
-        the new tokens of groups that stay open.
+        """Concatenate the cached values and gates of open compression groups [B * r, D] with those of the new tokens
+        [T, D], and store those of the new tokens whose group stays open.
         """
         if self.ratio == 1:
             return values, gates
@@ -389,9 +405,9 @@ class LayerCache:
         return joined[0], joined[1]
 
     def entries(self, kv: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Store the new entries' main KV [N, D] (not rounded yet) and index keys [N, Di]. Returns main KV and index
-        keys of all entries of the step's sequences, in the slots of `layout.entries`. In a decoding step main KV is
-        None, since `selected` gathers the few entries that are needed.
+        """Store the main KV [N, D] (not rounded yet) and index keys [N, Di] of the new entries. Returns the main KV and
+        index keys of all entries of the step's sequences, in the order of the slots in `layout.entries`. In a decoding
+        step the returned main KV is None, because `selected` gathers the few entries that are needed.
         """
         size = self.cache.page_tokens // self.ratio
         places = self.step.entry_places(self.ratio)
@@ -405,13 +421,15 @@ class LayerCache:
         return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
 
     def _undo(self, store: Store, places: Tensor, before: tuple[Tensor, ...]) -> None:
-        """Restore the previous content of the places where entries from rejected tokens were written."""
+        """Restore the previous content of the store's rows that were overwritten by entries of rejected tokens."""
         dropped = self.step.dropped_entries(self.ratio)
         parts = tuple(as_bytes(part).index_select(0, dropped).view(part.dtype) for part in before)
         store.put(places.index_select(0, dropped), parts)
 
     def selected(self, topk_indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Main KV [B, K, D] of the selected slots int32 [B, K]; arbitrary values where the slot is -1."""
+        """Read the main KV [B, K, D] of the selected entry slots int32 [B, K]; the values are arbitrary where the slot
+        is -1.
+        """
         step = self.step
         size = self.cache.page_tokens // self.ratio
         slot = topk_indices.clamp(min=0).long()
@@ -419,8 +437,8 @@ class LayerCache:
         return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
 
     def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
-        """In a decoding step: add the new tokens' keys [T, D] to the rings. Returns the window keys of each query
-        [T, W, D], and bool [B, W] or [T, W]: which of them it must not see.
+        """Used in decoding steps: add the window keys [T, D] of the new tokens to the rings. Returns the window keys of
+        each query [T, W, D], and a bool mask [B, W] or [T, W] that is true for keys the query must not see.
         """
         step, ring = self.step, self._ring(window_kv)
         if step.tentative:
@@ -433,7 +451,9 @@ class LayerCache:
         return ring.read(step.ring_rows, window_kv.dtype), step.ring_hidden
 
     def window_axis(self, window_kv: Tensor) -> tuple[Tensor, WindowAxis]:
-        """The keys [T', D] of the step's `WindowAxis`. Adds the new tokens' keys [T, D] to the rings."""
+        """Add the window keys [T, D] of the new tokens to the rings, and return all keys [T', D] of the step with their
+        `WindowAxis`.
+        """
         axis, keys, ring = self.step.axis, window_kv, self._ring(window_kv)
         if len(axis.source) > len(axis.place):
             past = ring.read(self.step.ring_rows.flatten(), window_kv.dtype)
@@ -447,7 +467,7 @@ class LayerCache:
         return ring
 
     def keep(self, window_kv: Tensor) -> None:
-        """Add window keys [T, D] of the new tokens to the rings."""
+        """Add the window keys [T, D] of the new tokens to the rings."""
         ring = self._ring(window_kv)
 
         def write() -> None:

@@ -1,6 +1,6 @@
-"""Storage of one kind of attention state, packed or plain.
+"""Storage for one kind of attention state, either packed (quantised) or plain.
 
-Shapes: N rows written or read at once, `places` rows of room.
+In shapes, N is the number of rows written or read at once, and `places` the capacity of the store in rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from model.quantize import KVFormat
 
 
 class Store:
-    """A table [places, width] of one kind of state, packed by `format` or plain. It can grow and keeps its content."""
+    """A growable table [places, width] with one kind of attention state, packed in `format` or plain if `format` is
+    None.
+    """
 
     def __init__(self, format: KVFormat | None, device: torch.device):
         self.format, self.device = format, device
@@ -20,36 +22,38 @@ class Store:
         self.width = 0
 
     def fit(self, capacity: int, like: Tensor) -> None:
-        """Make room for `capacity` rows with the width, dtype and device of `like` [N, width]."""
+        """Grow the table to at least `capacity` rows; the first call sets width and dtype to those of `like` [N,
+        width].
+        """
         if not self.tensors:
             self.width = like.shape[1]
             self.tensors = self._parts(like[:0])
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` rows in a store that `fit` has been called on."""
+        """Grow the table to `capacity` rows, keeping its content; `fit` must have been called before."""
         if self.tensors[0].shape[0] < capacity:
             self.tensors = tuple(_enlarged(tensor, capacity) for tensor in self.tensors)
 
     def write(self, places: Tensor, x: Tensor) -> None:
-        """Store x [N, width] at int64 places [N], packing it if the store is packed."""
+        """Write x [N, width] into the rows int64 `places` [N], packing it if the store is packed."""
         self.put(places, self._parts(x))
 
     def put(self, places: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """Store rows that `stored` returned at int64 places [N]."""
+        """Write rows that `stored` returned into the rows int64 `places` [N]."""
         for tensor, part in zip(self.tensors, parts, strict=True):
             as_bytes(tensor).index_copy_(0, places, as_bytes(part))
 
     def stored(self, places: Tensor) -> tuple[Tensor, ...]:
-        """The rows at int64 places [N] as they are stored, without unpacking: codes and scales, or the plain rows."""
+        """The stored form of the rows int64 `places` [N], without unpacking: codes and scales, or plain rows."""
         return tuple(as_bytes(tensor).index_select(0, places).view(tensor.dtype) for tensor in self.tensors)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.format.pack(x) if self.format else (x,)
 
     def read(self, places: Tensor, dtype: torch.dtype, unit: int = 1) -> Tensor:
-        """The unpacked rows [..., width] at int64 places [...]. With `unit` > 1, a place is a run of `unit` consecutive
-        rows, and the result is [number of places * unit, width].
+        """Read and unpack the rows int64 `places` [...]; returns [..., width]. With `unit` > 1, each place stands for
+        `unit` consecutive rows, and the result is [number of places * unit, width].
         """
         parts = []
         for tensor in self.tensors:
@@ -68,12 +72,16 @@ class Store:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Types of one byte as uint8, because indexing operations do not support all of them; other types unchanged."""
+    """View a tensor with one-byte elements as uint8, because indexing does not support all one-byte dtypes; other
+    tensors are returned unchanged.
+    """
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
-    """The tensor with zero rows appended. Unwritten places are read too, and masked later, so they must not be NaN."""
+    """A copy of the tensor with zero rows appended up to `capacity`. Rows that were never written are read too and
+    masked later, so they must not be NaN.
+    """
     old = as_bytes(tensor)
     new = old.new_zeros(capacity, old.shape[1])
     new[: old.shape[0]] = old

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint folder in another format, without building the model."""
+"""Converts a checkpoint folder to another format without building the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from model.config import ModelConfig
 
 
 class Change(NamedTuple):
-    """What a tensor of this shape becomes: `apply(rows, block)` returns the new values of these rows, given the old
-    ones.
+    """A change to one tensor of the given shape: `apply(rows, block)` returns the new values of the rows, whose old
+    values are `block`.
     """
 
     shape: tuple[int, ...]
@@ -37,20 +37,22 @@ def convert_checkpoint(
     replace: bool = False,
     files: Mapping[str, str] | None = None,
 ) -> int:
-    """Rewrite a checkpoint folder in another format, without building the model. Returns the bytes of all tensors.
+    """Convert the checkpoint folder `src` to another format and write it to `dst`. Returns the size of all tensors in
+    bytes.
 
-    "bf16" unpacks the weights of a quantised folder (the rest stays as stored), and casts the matrices of a plain one.
-    "plain" gives fp32 matrices.
-    "released" quantises; the rest stays as stored. Drafter tensors come along, and so do the tokenizer's files.
-    `changes`: by tensor name. `files`: texts of small files to write beside the weights. Raises what `load_pretrained`
-    raises; ValueError if `dst` exists (unless `replace`), or for a change of a tensor that is not there or has another
-    shape.
+    Format "bf16" unpacks the quantised weights of a quantised folder, and casts the matrices of a plain folder to bf16.
+    Format "plain" writes fp32 matrices. Format "released" quantises the weights that the released checkpoint quantises.
+    All other tensors stay as they are stored; drafter tensors and the files of the tokenizer are copied too.
+
+    `changes` maps tensor names to changes. `files` maps names of small files beside the weights to their texts. Raises
+    the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a tensor to change
+    is missing or has another shape.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'bf16', 'plain' and 'released'")
     if dst.exists() and not replace:
-        raise ValueError(f"{dst} exists already; name a new folder")
+        raise ValueError(f"{dst} already exists; choose a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
     with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst) as work:
@@ -70,13 +72,13 @@ def convert_checkpoint(
 
 
 def _changed(sources: list[TensorSource], changes: Mapping[str, Change]) -> list[TensorSource]:
-    """The same tensors with some of them changed; the scales of those are no longer valid."""
+    """Apply changes to some of the tensors; changed tensors lose their kept scales, which are no longer valid."""
     shapes = {source.name: source.shape for source in sources}
     for name, change in changes.items():
         if name not in shapes:
             raise ValueError(f"the checkpoint has no tensor {name} to change")
         if change.shape != shapes[name]:
-            raise ValueError(f"{name} is {list(shapes[name])}, its change is for {list(change.shape)}")
+            raise ValueError(f"{name} has shape {list(shapes[name])}, but its change is for shape {list(change.shape)}")
 
     def blocks(source: TensorSource) -> Iterator[Tensor]:
         row = source.start

@@ -1,8 +1,8 @@
-"""Reading a checkpoint folder.
+"""Reads a checkpoint folder.
 
-Reading is strict: a missing, extra, mis-shaped or mis-typed tensor is named before anything is used. It proceeds block
-by block: beside the model, memory holds a few blocks and the scales of one tensor. If the model is split over
-processes, all of them read, each its own experts and rows.
+Reading is strict: an error lists every tensor that is missing, unexpected or of the wrong shape or dtype before any
+tensor is used. Tensors are read block by block, so that memory holds, besides the model, only a few blocks and the
+scales of one tensor. If the model is split over processes, each process reads its own experts and rows.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def load_pretrained(
     parallel: Parallel = ONE_PROCESS,
     packed: bool = False,
 ) -> DeepseekV41:
-    """Load a checkpoint folder: config.json, safetensors in the released names (quantised, bf16 or fp32),
-    tokenizer.json if it has Engram layers. `parallel` loads this process's part of the model. `packed` keeps the
-    weights of a quantised folder as they are stored, frozen (`model.packed`); a plain folder has none.
+    """Load a model from a checkpoint folder with config.json, safetensors files with the released names (quantised,
+    bf16 or fp32) and, for a model with Engram layers, tokenizer.json. `parallel`: load only this process's part of the
+    model. `packed`: keep the weights of a quantised folder in their stored form and frozen (see model/packed.py); this
+    has no effect for a plain folder.
 
-    Raises FileNotFoundError for a missing file and ValueError that lists every missing, extra, mis-shaped or mis-typed
-    tensor. Drafter tensors (`mtp.*`) are left out: `load_drafter` reads them.
+    Raises FileNotFoundError for a missing file, and ValueError that lists every tensor that is missing, unexpected or
+    of the wrong shape or dtype. Drafter tensors (`mtp.*`) are not loaded here but by `load_drafter`.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
@@ -67,16 +68,17 @@ def load_pretrained(
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorShard] = ()) -> None:
-    """Copy a folder's tensors into `model` (or a drafter), block by block; a spread model reads only its own experts
-    and rows. Nothing is copied unless names, shapes and types agree completely, also those of `beside`, which the
-    folder must hold too. The scales of quantised weights are kept in `model.released_scales` (at most 1 byte for 32
-    entries).
+    """Copy the tensors of a folder into `model` (a model or a drafter), block by block; a process that holds a part of
+    the model reads only its own experts and rows. Nothing is copied unless all names, shapes and dtypes agree.
+    `beside`: tensors that the folder must contain besides those of `model`. The scales of quantised weights are kept in
+    `model.released_scales` (at most 1 byte for 32 entries).
     """
     held = list(released_tensors(model))
     targets = {part.name: part for part in held if part.tensor is not None}
     with open_checkpoint(folder, ModelConfig.load(folder), [*held, *beside]) as sources:
         sources = [source for source in sources if source.name in targets]
-        # allocate what stays first: between the blocks, the scales would fragment the heap
+        # allocate the scales first, because they stay in memory; allocated between the blocks they would fragment the
+        # heap
         packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
         released_scales = {s.name: s.scales().clone() for s in sources if s.scales is not None and s.name not in packed}
         for source in sources:
@@ -91,9 +93,11 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
 
 
 def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
-    """Fill a packed weight with the bytes of the file."""
+    """Copy the stored bytes of a quantised weight into a packed weight."""
     if source.stored is None:
-        raise ValueError(f"{source.name} is not stored quantised and cannot be kept packed; load it with packed=False")
+        raise ValueError(
+            f"{source.name} is not stored quantised, so it cannot be kept packed; load the folder with packed=False"
+        )
     row, tile = 0, 0
     for codes, scale in source.stored():
         target.codes[row : row + len(codes)].copy_(codes)
@@ -102,19 +106,19 @@ def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
 
 
 def parameter_packing(name: str) -> Packing | None:
-    """How the released layout stores the parameter of this name of ours."""
+    """The packing in which the released layout stores a parameter, given its name in our model."""
     return packing_of(released_names(name, torch.Size([1]))[0])
 
 
 def never_packed(name: str) -> None:
-    """For weights that are kept as values."""
+    """Returns None for every name: a `packing_of` function that keeps no weight packed."""
 
 
 @contextmanager
 def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorShard]) -> Iterator[list[TensorSource]]:
-    """The rows of a folder's tensors that this process holds, in the order of the files, once the folder as a whole is
-    checked against the model's tensors. Drafter tensors (`mtp.*`) are among them, as the files say unless `held` names
-    them. Raises what `load_pretrained` raises.
+    """Check a folder against all tensors of the model (`held`), then yield the tensors in the order of the files, each
+    with the rows that this process holds. The folder's drafter tensors (`mtp.*`) are included; unless `held` contains
+    drafter tensors, their shapes are taken from the files. Raises the errors of `load_pretrained`.
     """
     folder = Path(folder)
     shapes = {part.name: part.shape for part in held}
@@ -131,11 +135,11 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
     problems = _problems(headers, shapes | drafter, packings, quantised) + _scale_problems(scales, shapes | drafter)
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise ValueError(f"{folder} does not hold this model:\n  {shown}")
+        raise ValueError(f"{folder} does not contain this model:\n  {shown}")
     with Shards(headers) as shards, Shards(scales) as scale_shards:
         sources = []
         for name in headers:
-            if name not in rows and name not in drafter:  # scales, and rows of other processes
+            if name not in rows and name not in drafter:  # a scale, or a tensor that only other processes hold
                 continue
             if packing := packings.get(name):
                 sources.append(shards.quantised(name, packing, rows.get(name)))
@@ -154,7 +158,7 @@ def _problems(
     packings: dict[str, Packing | None],
     quantised: bool,
 ) -> list[str]:
-    """Every tensor that is missing, extra, mis-shaped or mis-typed."""
+    """The problems of a folder: every tensor that is missing, unexpected or of the wrong shape or dtype."""
     problems, expected = [], set()
     for name, shape in shapes.items():
         packing = packings.get(name)
@@ -163,7 +167,7 @@ def _problems(
             try:
                 codes = packing.codes_shape(*shape)
             except (ValueError, TypeError):  # an odd number of columns, or (in a drafter) not a matrix
-                problems.append(f"shape: {name} is {list(shape)}, which cannot be a quantised weight")
+                problems.append(f"shape: {name} has shape {list(shape)}, which a quantised weight cannot have")
                 continue
             parts = [
                 (name, codes, (SPELLED[packing.codes],)),
@@ -193,7 +197,9 @@ def _problems(
 
 
 def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the drafter's tensors, taken from the file itself: a model without its drafter does not know them."""
+    """The shapes of the drafter's tensors, read from the files, because a model without its drafter does not know
+    them.
+    """
     shapes = {}
     for name, header in headers.items():
         if name.startswith("mtp.") and not name.endswith(".scale"):
@@ -204,7 +210,7 @@ def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
 
 
 def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """What is wrong with the kept scales of a plain folder."""
+    """The problems of the kept scales in a plain folder."""
     problems = []
     weights = {scale_name(name): name for name, shape in shapes.items() if packing_of(name) and len(shape) == 2}
     for name, (_, dtype, found) in scales.items():
@@ -225,5 +231,5 @@ def _tokenizer(folder: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+    except Exception as error:  # the library raises no more specific exception
+        raise ValueError(f"{path} is not a tokenizer: {error}") from None

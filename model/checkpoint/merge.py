@@ -1,4 +1,6 @@
-"""The weighted average of checkpoints of one model, tensor by tensor; memory holds a few rows of each."""
+"""Computes the weighted average of several checkpoints of one model, tensor by tensor, with only a few rows of each
+checkpoint in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ Sources = Mapping[str, TensorSource]  # every tensor of a checkpoint by its rele
 
 @contextmanager
 def open_folder(folder: str | Path) -> Iterator[Sources]:
-    """The tensors of a checkpoint folder, in the order of the model; drafter tensors (`mtp.*`) last. Raises what
-    `load_pretrained` raises.
+    """Yield the tensors of a checkpoint folder by name, in the order of the model, with drafter tensors (`mtp.*`) last.
+    Raises the errors of `load_pretrained`.
     """
     config = ModelConfig.load(folder)
     held = list(released_tensors(allocate_model(config, None, None, "meta", torch.float32)))
@@ -42,12 +44,13 @@ def merge_checkpoints(
     companions: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[int, list[str]]:
-    """Write the folder `dst`: every tensor is the sum of the checkpoints' tensors times `weights`, computed in fp64 and
-    rounded to the widest type that it is stored in among them. A checkpoint of weight 0 takes no part.
+    """Write the weighted sum of checkpoints to the folder `dst`. Each tensor is computed in fp64 and rounded to the
+    widest dtype in which one of the checkpoints stores it. A checkpoint with weight 0 is ignored.
 
-    `checkpoints` hold the tensors of `config`'s model; drafter tensors are merged where all have them, else left out.
-    `companions`: name -> text of the small files beside the weights. Returns the bytes of all tensors and the names
-    left out. Raises ValueError for a value that is not finite; nothing is written then.
+    `checkpoints` contain all tensors of the model that `config` describes; a drafter tensor is merged if all
+    checkpoints have it, and left out otherwise. `companions` maps names of small files beside the weights to their
+    texts. Returns the total size of all tensors in bytes, and the names of the tensors left out. Raises ValueError if a
+    merged value is not finite; in this case `dst` is not written.
     """
     weighted = [(weight, sources) for weight, sources in zip(weights, checkpoints, strict=True) if weight]
     shared = [name for name in checkpoints[0] if all(name in sources for sources in checkpoints)]
@@ -64,7 +67,9 @@ def merge_checkpoints(
 
 
 def _merged(weighted: list[tuple[float, TensorSource]]) -> TensorSource:
-    """One tensor. Its former quantisation scales are kept: tiles that still fit them keep their bytes."""
+    """The weighted sum of one tensor. It keeps the quantisation scales of the first checkpoint, so that tiles that
+    these scales still represent exactly keep their bytes.
+    """
     sources = [source for _, source in weighted]
     first = sources[0]
 

@@ -1,6 +1,8 @@
-"""Names: of tensors in the released layout and in our state dicts, and of the files of a checkpoint folder.
+"""Converts between tensor names in the released layout and in our state dicts, and names the files of a checkpoint
+folder.
 
-Our parameter names are the released ones except that a layer's experts are stacked and an mHC mix is a submodule.
+Our parameter names are the released ones, except that the experts of a layer are stacked in one tensor and the mHC
+coefficients are a submodule.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from model.checkpoint.released import packing_of, tile_span
 from model.parallel.ranks import ONE_RANK, RankGroup
 
-SCALES = "released_scales.tensors"  # a safetensors file; the name keeps it out of other programs' *.safetensors
+SCALES = "released_scales.tensors"  # a safetensors file that other programs' *.safetensors do not match
 
 GENERATION = "generation_config.json"
 
@@ -28,7 +30,7 @@ COMPANIONS = (
     "chat_template.jinja",
     GENERATION,
     MERGED,
-)  # small files that come along with weights
+)  # small files that are copied along with weights
 
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 
@@ -40,7 +42,9 @@ _RELEASED_MIX = re.compile(r"((?:layers|mtp)\.\d+)\.hc_(attn|ffn)_(fn|base|scale
 
 
 def released_names(name: str, shape: torch.Size) -> list[str]:
-    """Released tensor names of one of our tensors; one per expert for stacked experts."""
+    """The released tensor names of one of our tensors: one name per expert for stacked experts, otherwise a single
+    name.
+    """
     if match := _STACKED.fullmatch(name):
         return [f"{match[1]}.{expert}.{match[2]}.weight" for expert in range(shape[0])]
     if match := _MIX.fullmatch(name):
@@ -49,7 +53,9 @@ def released_names(name: str, shape: torch.Size) -> list[str]:
 
 
 def own_state(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under our names from plain tensors under released names; experts in the order of their numbers."""
+    """Make a state dict with our names from plain tensors with released names; experts are stacked in the order of
+    their numbers.
+    """
     state: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in released.items():
@@ -65,22 +71,26 @@ def own_state(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TensorShard(NamedTuple):
-    """A released tensor of a model, and the rows of it that this process holds, from `start` on; None: no row."""
+    """A tensor of the released layout and the rows of it that this process holds, beginning at row `start` (`tensor` is
+    None if it holds no row).
+    """
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     tensor: Tensor | None
     start: int
-    number: int  # place among all parts of the model
-    copies: RankGroup  # the processes that hold different rows (or experts); others hold the same as one of these
+    number: int  # position among all tensors of the model
+    copies: RankGroup  # the processes that together hold all rows (or experts), each only once
 
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + (0 if self.tensor is None else len(self.tensor)))
 
     def written_by(self, ranks: RankGroup) -> bool:
-        """Whether this process writes the rows: of several that hold the same rows, exactly one does."""
+        """Whether this process writes its rows to the file; exactly one of all processes that hold the same rows writes
+        them.
+        """
         if self.tensor is None:
             return False
         others = ranks.size // self.copies.size
@@ -88,7 +98,9 @@ class TensorShard(NamedTuple):
 
 
 def released_tensors(model: nn.Module) -> Iterator[TensorShard]:
-    """Everything that a checkpoint of the whole model holds, in the order of the model; stacked experts one by one."""
+    """Yield all tensors of a checkpoint of the whole model, in the order of the model; stacked experts are yielded one
+    by one.
+    """
     number = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
         shard = getattr(tensor, "shard", None)
@@ -109,7 +121,7 @@ def released_tensors(model: nn.Module) -> Iterator[TensorShard]:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise ValueError that names every weight whose shape the released layout cannot hold."""
+    """Raise ValueError that lists every weight whose shape cannot be quantised in the released layout."""
     problems = []
     for part in released_tensors(model):
         try:
@@ -122,7 +134,7 @@ def check_packable(model: nn.Module) -> None:
 
 
 def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
-    """The kept scales (`model.released_scales`) as parts, each under the name of its weight."""
+    """Yield the kept scales (`model.released_scales`) as tensor shards, each under the name of its weight."""
     kept = getattr(model, "released_scales", {})
     for part in released_tensors(model) if kept else ():
         if part.name in kept:
@@ -132,7 +144,9 @@ def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
 
 
 def allocate_scales(model: nn.Module, names: Container[str]) -> None:
-    """Make room in `model.released_scales` for this process's rows of the scales of some weights, not yet written."""
+    """Allocate in `model.released_scales` the scales of some weights, as far as this process holds their rows. The
+    values are not initialised.
+    """
     model.released_scales = {  # type: ignore[assignment]
         part.name: torch.empty(packing_of(part.name).scale_shape(*part.tensor.shape), dtype=torch.float8_e8m0fnu)
         for part in (released_tensors(model) if names else ())

@@ -1,7 +1,7 @@
-"""The released layout on disk: which weights are quantised and how, and safetensors shards read and written in pieces.
+"""The released layout on disk: how each weight is quantised, and reading and writing of safetensors shards in blocks.
 
-V4.1 report (arXiv 2609.19969), released config and weights. A quantised `X.weight` has its scales beside it as
-`X.scale`; everything else is bf16 or fp32. Which parameter has which name is in names.py.
+The layout is that of the released config and weights of V4.1 (report: arXiv 2609.19969). A quantised weight `X.weight`
+has its scales in the tensor `X.scale`; all other tensors are bf16 or fp32. names.py maps parameters to tensor names.
 """
 
 from __future__ import annotations
@@ -60,23 +60,25 @@ _DTYPES = {  # as safetensors spells them
 }
 SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
 PLAIN = ("F32", "BF16", "F16")
-BLOCK = 2**20  # entries of a tensor that are worked on at a time
+BLOCK = 2**20  # number of tensor elements that are processed at a time
 
 
 def packing_of(name: str) -> Packing | None:
-    """How the released checkpoint stores the weight of this (released) name; None: not quantised."""
+    """The packing in which the released checkpoint stores the weight with this released name, or None if it is not
+    quantised.
+    """
     return next((packing for pattern, packing in _PACKINGS if pattern.fullmatch(name)), None)
 
 
 def scale_name(name: str) -> str:
-    """The name of a quantised weight's scales."""
+    """The name of the tensor with the scales of a quantised weight."""
     return name.removesuffix(".weight") + ".scale"
 
 
 def is_quantised(config: dict[str, Any]) -> bool:
-    """Whether the weights beside this config.json (released shape) are quantised.
+    """Whether a config.json in the released format says that the weights of its folder are quantised.
 
-    Raises ValueError that lists every value of `quantization_config` other than the released ones.
+    Raises ValueError that lists every value of `quantization_config` that differs from the released one.
     """
     found = config.get("quantization_config")
     if found is None:
@@ -91,12 +93,14 @@ def is_quantised(config: dict[str, Any]) -> bool:
     if "quant_method" not in found:
         problems.append("quantization_config.quant_method: is missing, must be 'fp8'")
     if problems:
-        raise ValueError("the checkpoint is quantised in a way that is not read here:\n  " + "\n  ".join(problems))
+        raise ValueError("the checkpoint is quantised in a format that cannot be read:\n  " + "\n  ".join(problems))
     return True
 
 
 class Header(NamedTuple):
-    """What a shard's header says about a tensor; dtype as safetensors spells it."""
+    """The header entry of one tensor in a safetensors file; `dtype` is the name that safetensors uses, such as
+    "BF16".
+    """
 
     path: Path
     dtype: str
@@ -104,9 +108,10 @@ class Header(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Every tensor of a checkpoint folder, from the shards' own headers, which must agree with the index.
+    """The headers of all tensors of a checkpoint folder, read from the shards; they must agree with the index file.
 
-    Raises FileNotFoundError or ValueError that names what is missing, damaged or contradictory.
+    Raises FileNotFoundError for a missing file, and ValueError for a damaged file or a contradiction between index and
+    shards.
     """
     index = folder / INDEX
     if index.is_file():
@@ -114,31 +119,31 @@ def read_headers(folder: Path) -> dict[str, Header]:
     elif (folder / SINGLE).is_file():
         listed = None
     else:
-        raise FileNotFoundError(f"{folder} holds neither {INDEX} nor {SINGLE} (weights in other formats are not read)")
+        raise FileNotFoundError(f"{folder} has neither {INDEX} nor {SINGLE}; weights in other formats cannot be read")
     found: dict[str, Header] = {}
     for file in [SINGLE] if listed is None else sorted(set(listed.values())):
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"{index} names {file}, which does not exist")
+            raise FileNotFoundError(f"{index} lists the file {file}, which does not exist")
         for name, header in file_headers(folder / file).items():
             if name in found:
                 raise ValueError(f"{name} is in both {found[name].path} and {folder / file}")
             if listed is not None and name not in listed:
-                raise ValueError(f"{folder / file} holds {name}, which {index} does not list")
+                raise ValueError(f"{folder / file} contains {name}, which {index} does not list")
             found[name] = header
     for name, file in (listed or {}).items():
         if name not in found or found[name].path.name != file:
-            raise ValueError(f"{index} places {name} in {file}, which does not hold it")
+            raise ValueError(f"{index} says that {name} is in {file}, but that file does not contain it")
     return found
 
 
 def file_headers(path: Path) -> dict[str, Header]:
-    """The tensors of one safetensors file. Raises ValueError that names a damaged or truncated file."""
+    """The headers of all tensors of one safetensors file. Raises ValueError if the file is damaged or truncated."""
     try:
         with safe_open(path, framework="pt") as shard:
             slices = {name: shard.get_slice(name) for name in shard.keys()}
             return {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no complete safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -148,16 +153,17 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         usable = False
     if not usable:
-        raise ValueError(f"{index} is damaged: it must map every tensor to a file beside it under 'weight_map'")
+        raise ValueError(f"{index} is damaged: its key 'weight_map' must map every tensor to a file in the same folder")
     return listed
 
 
 class TensorSource(NamedTuple):
-    """A tensor being copied: `blocks()` yields its rows from `start` on in order, a few at a time.
+    """A tensor to be copied: `blocks()` yields this process's rows of it in order, a few at a time, beginning at row
+    `start`.
 
-    shape: of the whole tensor; this process may handle only some of its rows, or none. dtype: stored type unless
-    another is requested. scales: those of the rows, if it was stored quantised before. stored: codes and scales of
-    the same blocks if it is stored quantised now.
+    shape: the shape of the whole tensor, of which this process may handle only some rows or none. dtype: the dtype to
+    store the tensor in, unless the writer asks for another. scales: returns the kept quantisation scales of the rows,
+    if there are any. stored: yields the codes and scales of the same blocks, if the tensor is stored quantised.
     """
 
     name: str
@@ -170,7 +176,9 @@ class TensorSource(NamedTuple):
 
 
 def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[slice]:
-    """Slices of the first axis (or of `rows` of it) of about `BLOCK` entries, in multiples of a tile's rows."""
+    """Cut the first axis (or only its range `rows`) into slices of about `BLOCK` elements, each a multiple of 32 rows
+    high so that no tile is cut.
+    """
     rows = rows or slice(0, shape[0])
     height = max(BLOCK // max(math.prod(shape[1:]), 1) // 32, 1) * 32
     for start in range(rows.start, rows.stop, height):
@@ -178,13 +186,17 @@ def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[sl
 
 
 def tile_span(rows: slice, packing: Packing) -> slice:
-    """The rows of scales that belong to some rows of a matrix, which must begin at a tile."""
+    """The rows of the scale tensor that belong to a range of matrix rows; the range must begin at the start of a
+    tile.
+    """
     assert rows.start % packing.tile_rows == 0, "a tile cannot be split over processes"
     return slice(rows.start // packing.tile_rows, -(-rows.stop // packing.tile_rows))
 
 
 class Shards:
-    """Reads tensors of safetensors files block by block. A context manager: the files stay open inside."""
+    """Reads tensors of safetensors files block by block. It is a context manager that keeps the files open until it
+    exits.
+    """
 
     def __init__(self, headers: dict[str, Header]):
         self.headers = headers
@@ -198,14 +210,14 @@ class Shards:
         self._stack.close()
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A stored tensor as it is, or some of its rows."""
+        """Read a stored tensor, or some of its rows, without unpacking it."""
         path = self.headers[name].path
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
     def plain(self, name: str, rows: slice | None = None) -> TensorSource:
-        """A tensor stored without quantisation, or some of its rows."""
+        """The `TensorSource` of a tensor that is stored without quantisation, or of some of its rows."""
         header = self.headers[name]
 
         def blocks() -> Iterator[Tensor]:
@@ -217,8 +229,8 @@ class Shards:
         return TensorSource(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
 
     def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> TensorSource:
-        """A quantised weight, or some of its rows: fp32 blocks. Raises ValueError that names it if it holds a NaN or
-        infinite value.
+        """The `TensorSource` of a quantised weight, or of some of its rows; it yields unpacked fp32 blocks. Reading
+        raises ValueError if the weight has a NaN or infinite value.
         """
         path, _, (height, columns) = self.headers[name]
         shape = (height, 2 * columns if packing.codes == torch.int8 else columns)
@@ -245,8 +257,8 @@ class Shards:
 
 
 class Stored(NamedTuple):
-    """A tensor as it is to be written. `blocks()` are this process's rows of it, from `start` on, in order; they may be
-    made only when asked for.
+    """A tensor in the form in which it is written to a file. `blocks()` yields this process's rows in order, beginning
+    at row `start`; each block may be computed only when it is requested.
     """
 
     name: str
@@ -265,7 +277,9 @@ class Stored(NamedTuple):
 
 
 def packed(source: TensorSource, packing: Packing) -> list[Stored]:
-    """A weight's codes and scales; the scales are computed while the codes are written, which must come first."""
+    """Quantise a weight to codes and scales for writing. The scales are computed while the codes are written, so the
+    codes must be written first.
+    """
     name, shape = source.name, source.shape
     scales: list[Tensor] = []
 
@@ -296,11 +310,12 @@ def packed(source: TensorSource, packing: Packing) -> list[Stored]:
 
 
 def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: RankGroup = ONE_RANK) -> int:
-    """Write bundles of tensors into shards of at most `shard_bytes` (a larger bundle is alone) with an index, or into
-    the single file where one is enough. Tensors of a bundle stay together. Returns the bytes of all tensors.
+    """Write bundles of tensors into shards of at most `shard_bytes` bytes with an index file, or into a single file if
+    that is large enough. The tensors of a bundle are in the same shard; a bundle that exceeds `shard_bytes` has a shard
+    of its own. Returns the total size of all tensors in bytes.
 
-    Several processes give the same bundles, and each the rows that it is to write; the files are those that one process
-    would write. They write into the same files, so all of them must see the folder.
+    With several processes, all pass the same bundles, but each passes only the rows that it writes. They write into the
+    same files, so all must have access to the folder; the files equal those that a single process would write.
     """
     by_name = {bundle[0].name: bundle for bundle in bundles}
     split = split_state_dict_into_shards_factory(
@@ -322,9 +337,9 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
 
 
 def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ONE_RANK) -> None:
-    """Write safetensors files, each process its own rows, block by block (the library's writer needs a whole file in
-    memory). Everything is on disk when this returns. Raises in every process if one of them fails or a row is written
-    by none.
+    """Write safetensors files block by block; each process writes its own rows. (The writer of the safetensors library
+    would need a whole file in memory.) All data is on disk when this function returns. If one process fails, or if a
+    row is written by no process, every process raises an error.
     """
     layouts = {path: _layout(tensors) for path, tensors in files.items()}
     with all_or_none(ranks):
@@ -340,7 +355,9 @@ def write_files(files: dict[Path, list[Stored]], ranks: RankGroup = ONE_RANK) ->
 
 
 class _Layout(NamedTuple):
-    """A file's first bytes, its size, and its tensors, each with the byte where it begins."""
+    """The layout of a safetensors file: its header bytes, its size, and its tensors with the byte offset at which each
+    begins.
+    """
 
     header: bytes
     size: int
@@ -348,7 +365,9 @@ class _Layout(NamedTuple):
 
 
 def _layout(tensors: list[Stored]) -> _Layout:
-    tensors = sorted(tensors, key=lambda stored: -stored.dtype.itemsize)  # aligned, and scales still after their codes
+    tensors = sorted(
+        tensors, key=lambda stored: -stored.dtype.itemsize
+    )  # keeps tensors aligned; scales still follow their codes
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:
@@ -362,7 +381,7 @@ def _layout(tensors: list[Stored]) -> _Layout:
 
 
 def _fill(path: Path, layout: _Layout) -> int:
-    """Write this process's rows into a file that has its size already. Returns their bytes."""
+    """Write this process's rows into a file that already has its final size. Returns the number of bytes written."""
     written = 0
     with open(path, "r+b") as file:
         for stored, begin in layout.tensors:

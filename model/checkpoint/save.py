@@ -1,7 +1,8 @@
-"""Writing a checkpoint folder, whole or not at all.
+"""Writes a checkpoint folder atomically: either completely or not at all.
 
-Written block by block: beside the model, memory holds a few blocks. A model that is spread over processes is written
-by all of them, each its own experts and rows; the folder is the one that a single process would write.
+Tensors are written block by block, so that memory holds only a few blocks besides the model. If a model is split over
+processes, each process writes its own experts and rows; the resulting folder equals the one that a single process would
+write.
 """
 
 from __future__ import annotations
@@ -56,18 +57,20 @@ def save_pretrained(
     ranks: RankGroup = ONE_RANK,
     drafter: nn.Module | None = None,
 ) -> None:
-    """Write config.json, safetensors shards with an index, and tokenizer.json; the folder appears whole or not at all.
-    `drafter` is written beside the model, as `mtp.*`.
+    """Write a checkpoint folder with config.json, safetensors shards with an index, and tokenizer.json. The folder is
+    written completely or not at all. The tensors of `drafter` are written with those of the model, under the names
+    `mtp.*`.
 
-    `companions`: name -> text of more files that readers expect beside them (see `data.tokenizer_files`).
+    `companions` maps the names of further files that other programs expect in the folder (see `data.tokenizer_files`)
+    to their texts.
 
-    `format="released"` quantises the weights that the released checkpoint holds quantised. `dtype` casts the other
-    matrices and embeddings (None keeps them); what the report keeps in fp32 stays fp32. An existing folder is
-    replaced. Raises ValueError for a weight that cannot be quantised (a value is not finite), and for a model that
-    holds an adapter, whose factors have no place in this layout.
+    `format="released"` quantises the weights that are quantised in the released checkpoint. `dtype`: the dtype that
+    other matrices and embeddings are cast to (None: not cast); parameters that the report keeps in fp32 stay fp32. An
+    existing folder is replaced. Raises ValueError for a weight that cannot be quantised because a value is not finite,
+    and for a model with an adapter, because the released layout has no tensors for an adapter.
 
-    `ranks` are the processes that write together, all that the model is spread over and their copies; they must see
-    the same file system. If one of them fails, all raise.
+    `ranks`: the processes that write together, which must be all processes of the run and must see the same file
+    system. If one of them fails, all raise an error.
     """
     scales = {**getattr(model, "released_scales", {}), **getattr(drafter, "released_scales", {})}
 
@@ -81,10 +84,14 @@ def save_pretrained(
 
     held = [*released_tensors(model), *(() if drafter is None else released_tensors(drafter))]
     if adapter := next((part.name for part in held if ".lora_" in part.name), None):
-        raise ValueError(f"the model holds an adapter ({adapter}); merge it into the weights first, or save it alone")
+        raise ValueError(
+            f"the model has an adapter ({adapter}); merge it into the weights first, or save only the adapter"
+        )
     spread = max(part.copies.size for part in held)
     if ranks.size % spread:
-        raise ValueError(f"the model is spread over {spread} processes; all must save it together, not {ranks.size}")
+        raise ValueError(
+            f"the model is split over {spread} processes, so all of these must save it together, not {ranks.size}"
+        )
     with_scales = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
     with whole_folder(Path(folder), ranks) as work:
         write_checkpoint(
@@ -98,7 +105,7 @@ def save_pretrained(
 
 
 def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
-    """The weights whose scales some process has kept."""
+    """The names of the weights whose quantisation scales have been kept by the processes that hold them."""
     here = [part for part in held if part.tensor is not None and packing_of(part.name)]
     stored = {part.name for part in here if isinstance(part.tensor, PackedWeight)} | scales.keys()
     found = gather_objects((bool(stored), [part.name for part in here if part.name not in stored]), ranks)
@@ -124,8 +131,8 @@ def write_checkpoint(
     shard_bytes: int,
     ranks: RankGroup = ONE_RANK,
 ) -> int:
-    """Write config.json and the tensors into a folder, as `save_pretrained` does; returns the bytes of all tensors.
-    `with_scales`: the weights whose scales go beside them in a plain folder.
+    """Write config.json and the tensors into a folder, in the formats of `save_pretrained`. Returns the total size of
+    all tensors in bytes. `with_scales`: the names of the weights whose kept scales are written into a plain folder too.
     """
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
@@ -154,7 +161,7 @@ def write_checkpoint(
 
 def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
     def blocks() -> Iterator[Tensor]:
-        if source.scales is not None:  # otherwise another process has them
+        if source.scales is not None:  # otherwise another process writes the scales
             yield source.scales()
 
     first = tile_span(slice(source.start, source.start), packing).start
@@ -162,7 +169,9 @@ def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
 
 
 def _written_config(config: ModelConfig, format: str, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a folder whose plain matrices are stored in `dtype`; rows of Engram tables are spelled out."""
+    """The content of config.json for a folder whose plain matrices are stored in `dtype`; it always gives the number of
+    rows of the Engram tables.
+    """
     if config.text.engram_layer_ids and not config.text.engram_num_embeddings:
         rows = engram_tables(config.text).rows
         config = replace(config, text=replace(config.text, engram_num_embeddings=rows))
@@ -180,8 +189,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, ranks: RankGroup = ONE_RANK) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` once the block ends well and else disappears. All
-    `ranks` work in the same one; what fails in one fails in all.
+    """A context manager that yields a temporary folder to write into. If the block succeeds, the temporary folder
+    replaces `folder`; if it fails, the temporary folder is removed. All `ranks` get the same temporary folder, and an
+    error on one rank is raised on all.
     """
     made = None
     with all_or_none(ranks):

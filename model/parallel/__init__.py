@@ -1,10 +1,10 @@
-"""How a model is spread over processes; without processes everything here is a no-op.
+"""Splits a model over processes. With a single process everything here is a no-op.
 
-Imports model/precision.py and no other file of model. Each file imports only those before it:
+This package imports model/precision.py and no other file of model/. Each file imports only files listed before it:
 
-    ranks                who holds what
-    exchange             rows between ranks
-    context              what ranks exchange that share a row
-    tables               sharded embeddings and head
-    collective_errors    one rank's error becomes everybody's
+    ranks:               which process holds which part of the model.
+    exchange:            sends rows of tensors between ranks.
+    context:             the exchanges of context parallelism.
+    tables:              embeddings and head whose rows are split over ranks.
+    collective_errors:   raises an error of one rank on all ranks.
 """

@@ -1,7 +1,8 @@
-"""What the ranks of context parallelism exchange: rows of the tokens before a chunk, compressed entries, sums.
+"""The exchanges of context parallelism between ranks: rows of the tokens before a chunk, compressed entries, and sums.
 
-The ranks of a group hold consecutive chunks of the same tokens. All functions here are collective calls of the group:
-every rank makes them in the same order, in the backward pass and in recomputation too, however few rows it has.
+The ranks of a group hold consecutive chunks of the same tokens. All functions here are collective operations: every
+rank of the group must call them in the same order, also in the backward pass and in recomputation, even if it has no
+rows to send.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from model.parallel.ranks import RankGroup
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """Who sends which rows to the ranks behind it, so that each gets those just before its chunk.
+    """Which rows each rank sends to later ranks, so that every rank receives the rows of the tokens just before its
+    chunk.
 
-    index: int64 [rows sent], numbers of own tokens, ordered by receiving rank; sent, received: rows to and from every
-    rank. All ranks derive their plans from the same layout, so that no counts are exchanged.
+    index: int64 [rows sent], the indices of the tokens to send, ordered by receiving rank; sent, received: the number
+    of rows sent to and received from every rank. All ranks derive their plans from the same layout, so that no counts
+    are exchanged.
     """
 
     index: Tensor
@@ -31,17 +34,17 @@ class HaloPlan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens before its chunk this rank receives rows of."""
+        """The number of tokens before its chunk whose rows this rank receives."""
         return sum(self.received)
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """How entries, of which every rank computes those that end in its chunk, become the slots of the whole layout.
+    """How the entries that the ranks compute, each those that end in its chunk, are placed in the slots of the whole
+    layout.
 
-    Each rank contributes `capacity` rows. place: int64 [N], of each slot the row that holds it, among those of all
-    ranks one after another (0 for unused slots); slot: int64 [ranks * capacity], the slot of each row, -1 for rows that
-    hold none.
+    Each rank contributes `capacity` rows. place: int64 [N], for each slot its row in the concatenated rows of all ranks
+    (0 for unused slots); slot: int64 [ranks * capacity], the slot of each row, -1 for rows without an entry.
     """
 
     capacity: int
@@ -50,17 +53,19 @@ class GatherPlan:
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
-    """Put the rows of the tokens before the chunk in front of each [T, ...]. A token's gradient comes back to its
-    owner, which adds it to its own.
+    """Prepend to each tensor [T, ...] the received rows of the tokens before the chunk. In the backward pass, the
+    gradient of a received row is sent back to the rank that owns the token and added there.
     """
     rows = exchange([x.index_select(0, plan.index) for x in tensors], list(plan.sent), list(plan.received), ranks)
     return tuple(torch.cat(pair) for pair in zip(rows, tensors, strict=True))
 
 
 def gather_entries(kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, Tensor]:
-    """Own entries [capacity, D] and index keys [capacity, Di] -> those of all slots [N, D] and [N, Di], in one message.
+    """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
+    in one message.
 
-    The backward sums the gradients of all ranks in fp32 and returns each entry's to the rank that computed it.
+    The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
+    computed it.
     """
     return _GatherSlots.apply(kv, keys, plan, ranks)
 
@@ -88,7 +93,7 @@ class _GatherSlots(torch.autograd.Function):
 
 
 def sum_over(counts: Tensor, ranks: RankGroup) -> Tensor:
-    """The sum of every rank's counts, without gradient; `counts` itself where there is one rank."""
+    """The sum of `counts` over all ranks, without gradient; with one rank, `counts` itself."""
     if ranks.size == 1:
         return counts
     total = counts.clone()

@@ -118,7 +118,7 @@ def test_missing_and_truncated_files_are_named(tmp_path) -> None:
     shard = sorted((tmp_path / "m").glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=f"{shard.name} is no complete"):
+    with pytest.raises(ValueError, match=f"{shard.name} is not a complete"):
         load_pretrained(tmp_path / "m")
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=shard.name):

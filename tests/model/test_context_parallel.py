@@ -287,5 +287,5 @@ def test_a_wrong_number_of_image_tokens_is_refused_in_a_chunk() -> None:
     batch = BATCHES["images on one side"]
     types = batch["vision_token_types"].masked_fill(batch["vision_token_types"] == 2, 1)
     layout = built.lay_out(batch["input_ids"], vision_token_types=types)
-    with pytest.raises(ValueError, match="the batch has 3 IMAGE tokens but its images make 2"):
+    with pytest.raises(ValueError, match="the batch has 3 IMAGE tokens, but its images give 2"):
         built.run_backbone(batch["input_ids"], layout, batch["pixel_values"], batch["image_grid_hws"], types)

@@ -162,7 +162,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_value_and_place(wrong: in
     built = tiny_model(engram=True)
     ids = torch.tensor([[5, 6, 7], [8, 9, wrong]])
     with pytest.raises(
-        ValueError, match=rf"input_ids\[1, 2\] = {wrong} is outside of the vocabulary: allowed are 0..60"
+        ValueError, match=rf"input_ids\[1, 2\] = {wrong} is outside the vocabulary; allowed are 0..60"
     ):
         built(ids)
     with pytest.raises(ValueError, match=rf"input_ids\[1, 2\] = {wrong} "):

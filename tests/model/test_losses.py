@@ -212,10 +212,10 @@ def test_malformed_batches_are_named() -> None:
     wrong = [
         ({"input_ids": ids[0]}, "input_ids must be"),
         ({"input_ids": ids, "labels": ids[:, :-1]}, "labels must be"),
-        ({"input_ids": ids, "labels": torch.full_like(ids, -5)}, "labels hold -5"),
-        ({"input_ids": ids, "labels": torch.full_like(ids, 10**6)}, "labels hold 1000000"),
+        ({"input_ids": ids, "labels": torch.full_like(ids, -5)}, "labels contain -5"),
+        ({"input_ids": ids, "labels": torch.full_like(ids, 10**6)}, "labels contain 1000000"),
         ({"input_ids": ids, "vision_token_types": ids[:, :-1]}, "vision_token_types must be"),
-        ({"input_ids": ids, "pixel_values": pixels}, "come together"),
+        ({"input_ids": ids, "pixel_values": pixels}, "must be given together"),
         ({"input_ids": ids, "pixel_values": pixels, "image_grid_hws": grids}, "need vision_token_types"),
         ({"input_ids": ids, "vision_token_types": torch.ones_like(ids)}, "no vision_config"),
     ]

@@ -425,7 +425,7 @@ def test_no_pickle_and_no_damaged_file_is_read(tmp_path) -> None:
     whole, index = shard.read_bytes(), (tmp_path / "m" / INDEX).read_text()
     for damaged in (whole[:-1], whole[:4], b"", pickle.dumps(Trap())):
         shard.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{shard.name} is no complete safetensors file"):
+        with pytest.raises(ValueError, match=f"{shard.name} is not a complete safetensors file"):
             load_pretrained(tmp_path / "m")
     shard.write_bytes(whole)
     for text in ("{", "[]", '{"weight_map": {}}', index.replace(shard.name, "../elsewhere.safetensors")):
@@ -461,7 +461,7 @@ def test_kept_scales_are_checked(tmp_path, released) -> None:
         with pytest.raises(ValueError, match=message):
             load_pretrained(tmp_path / "m")
     (tmp_path / "m" / SCALES).write_bytes(b"half")
-    with pytest.raises(ValueError, match=f"{SCALES} is no complete"):
+    with pytest.raises(ValueError, match=f"{SCALES} is not a complete"):
         load_pretrained(tmp_path / "m")
 
 

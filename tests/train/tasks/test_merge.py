@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(make, merge, tmp_path
         merge(folder, tmp_path / "nowhere")
     less = make("less")
     save_file({name: tensor for name, tensor in stored(less).items() if name != "norm.weight"}, less / FILE)
-    with pytest.raises(InputError, match=r"less does not hold this model:\s+missing: norm.weight"):
+    with pytest.raises(InputError, match=r"less does not contain this model:\s+missing: norm.weight"):
         merge(folder, less)
     broken = make("broken")
     save_file(stored(broken) | {"norm.weight": torch.full((32,), torch.inf)}, broken / FILE)

@@ -167,7 +167,7 @@ def test_a_checkpoint_with_another_tokenizer_or_tensor_is_refused(make_sft, base
     config["text_config"]["engram_compressed_vocab_size"] += 1
     config["text_config"]["num_attention_heads"] *= 2
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"does not hold this model:\n.*attn_sink"):
+    with pytest.raises(ValueError, match=r"does not contain this model:\n.*attn_sink"):
         begin(build(make_sft(f"init_from={folder}")))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json does not exist"):
