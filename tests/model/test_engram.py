@@ -161,9 +161,7 @@ def test_ids_that_the_tokenizer_does_not_have_count_as_padding() -> None:
 def test_an_id_outside_of_the_vocabulary_is_refused_by_value_and_place(wrong: int) -> None:
     built = tiny_model(engram=True)
     ids = torch.tensor([[5, 6, 7], [8, 9, wrong]])
-    with pytest.raises(
-        ValueError, match=rf"input_ids\[1, 2\] = {wrong} is outside the vocabulary; allowed are 0..60"
-    ):
+    with pytest.raises(ValueError, match=rf"input_ids\[1, 2\] = {wrong} is outside the vocabulary; allowed are 0..60"):
         built(ids)
     with pytest.raises(ValueError, match=rf"input_ids\[1, 2\] = {wrong} "):
         built.losses(ids, ids.clamp(0, 60), built.loss_denominators(ids, ids.clamp(0, 60)))
