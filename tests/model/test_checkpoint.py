@@ -129,7 +129,7 @@ def test_missing_and_truncated_files_are_named(tmp_path) -> None:
         f for f in index["weight_map"].values() if f != index["weight_map"]["norm.weight"]
     )
     (tmp_path / "m" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="places norm.weight in .* does not hold it"):
+    with pytest.raises(ValueError, match="norm.weight is in .* does not contain it"):
         load_pretrained(tmp_path / "m")
     for file in (tmp_path / "m").glob("*.safetensors*"):
         file.unlink()
