@@ -4,6 +4,7 @@
 into a batch; each file imports only files listed before it:
 
     errors, config, cache:      errors about bad input; the settings `data.*`; cache files that are written atomically.
+    progress:                   shows the progress of long work, with the time left.
     document:                   documents and their parts, and the interface of a source of documents.
     files, images, tokenizer:   finds and decodes files; turns pixels into patches, and text into token ids.
     tokens:                     turns documents into token ids, in memory or in the cache.

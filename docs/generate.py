@@ -99,7 +99,8 @@ def _sections(cls: type, prefix: str, values: Any) -> Iterator[tuple[str, type, 
         if inner is None:
             continue
         value = values.get(name) if isinstance(values, Mapping) else None
-        yield from _sections(inner, f"{prefix}.{name}".strip("."), value[0] if isinstance(value, list) else value)
+        first = next(iter(value), None) if isinstance(value, list) else value
+        yield from _sections(inner, f"{prefix}.{name}".strip("."), first)
 
 
 def _dataclass_in(hint: Any) -> type | None:

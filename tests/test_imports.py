@@ -25,6 +25,7 @@ ONLY_IN = {
     "deepspeed": {"train/distributed/engine.py"},
     "httpx2": {"train/rl/rollout/servers.py"},
     "transformers": {"model/huggingface.py", "model/huggingface_speculation.py"},
+    "lm_eval": {"train/evaluation/harness.py"},
     "peft": {"train/lora/inject.py"},
     "triton": {str(path.relative_to(ROOT)) for path in (ROOT / "model/kernels").glob("*.py")},
     "hydra": {"train/__main__.py", "train/config/compose.py", "train/studies/runner.py"},

@@ -23,8 +23,9 @@ from train.build import Batch, Run
 from train.checkpoint.background import Background
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import TaskConfig
-from train.errors import Interrupted, NonFiniteError
+from train.errors import Interrupted, NonFiniteError, user_errors
 from train.evaluation.evaluate import evaluate
+from train.evaluation.tasks import measure, prepare
 from train.logging.log import Reporter, memory_gib
 from train.logging.records import load_record
 from train.signals import stop_signals
@@ -133,11 +134,15 @@ def repeat(
         publish: called before the first step and after every step, to hand out the current weights.
 
     Raises:
+        InputError, DataError: a task of ``task.eval_tasks`` cannot be run.
         Interrupted: a rank received SIGUSR1, SIGTERM or Ctrl-C; all ranks stop after the same step, and the state is
             saved before this is raised.
         NonFiniteError: a step had a loss or gradient that is not finite; the last checkpoint is unchanged.
     """
     task, saving = run.config.task, run.config.checkpoint
+    with user_errors():
+        positions = run.backbone.config.text.max_position_embeddings
+        prepared = prepare(task.eval_tasks, run.tokenizer, positions, run.config.seed)
 
     def stopped() -> bool:
         return bool(received)
@@ -149,6 +154,9 @@ def repeat(
         if state.first_valid is None:
             reporter.log("evaluating before the first step ...")
         result = evaluate(stopped)
+        if result is not None and prepared:
+            measured = measure(run, prepared, stopped, reporter.log)
+            result = None if measured is None else {**result, "tasks": measured}
         if result is None:
             return False
         state.last_valid = {"step": state.step, "tokens": state.tokens, **result}

@@ -19,6 +19,7 @@ from train.config.schema import Config, to_dict
 CHANGEABLE = (
     "task.tokens",
     "task.eval_every",
+    "task.eval_tasks",
     "task.sample_",
     "rl.eval_",
     "rl.reward_",

@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from model import ModelConfig, TextConfig
 from model.config import drafter_problems
 from train.config.dspark import DsparkConfig
+from train.config.evaluation import EvalTask
 from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
@@ -46,6 +47,10 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _plan_rules(config)
     yield from _dpo_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
+    yield from (({"task.eval_tasks"}, text) for text in eval_problems("task.eval_tasks", config.task.eval_tasks))
+    if config.task.eval_tasks and config.task.kind == "dspark":
+        rule = "has no effect with task=dspark, whose language model does not change"
+        yield {"task.eval_tasks"}, problem("task.eval_tasks", "[...]", rule, "Use task=eval")
     if config.logger.wandb and not _is_installed("wandb"):
         rule, remedy = "wandb is not installed", "Install it (pip install wandb), or use logger=local"
         yield {"logger.wandb"}, problem("logger.wandb", True, rule, remedy)
@@ -320,6 +325,23 @@ def merge_problems(merger: Merger) -> Iterator[str]:
     elif abs(math.fsum(merger.shares) - 1) > 1e-9:
         rule = f"the sum of the weights must be 1, but is {math.fsum(merger.shares):.12g}"
         yield problem("weights", merger.weights, rule, remedy)
+
+
+def eval_problems(key: str, tasks: Sequence[EvalTask]) -> Iterator[str]:
+    """What is wrong with the tasks of an evaluation, as far as the configuration alone tells."""
+    names = [task.task for task in tasks]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        rule, remedy = "lists a task twice", "List it once, with several lengths or depths if it has any"
+        yield problem(key, doubled, rule, remedy)
+    for task in tasks:
+        if task.kind == "harness" and not _is_installed("lm_eval"):
+            rule = "is a task of lm-evaluation-harness, which is not installed"
+            remedy = (
+                "Install it (pip install 'narrows[eval]'), or use needle, multikey or a JSONL file of conversations"
+            )
+            yield problem(key, task.task, rule, remedy)
+        if len(set(task.lengths)) < len(task.lengths) or len(set(task.depths)) < len(task.depths):
+            yield problem(key, task.task, "lists a length or a depth twice", "List each once")
 
 
 def _is_installed(library: str) -> bool:

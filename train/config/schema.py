@@ -21,6 +21,7 @@ from model import ForwardOptions, LossWeights
 from optim import Schedule, Settings
 from train.config.dpo import DpoConfig
 from train.config.dspark import DsparkConfig
+from train.config.evaluation import EvalEntry
 from train.config.plan import PlanConfig
 from train.config.rl import RlConfig
 from train.config.strict import STRICT
@@ -51,6 +52,7 @@ class TaskConfig:
     sample_prompt: str  # when the run is complete, the model continues this text (task=sft: answers it)
     sample_tokens: NonNegativeInt  # length of the sample text in tokens; 0: no sample
     sample_temperature: NonNegativeFloat  # sampling temperature of the sample text; 0: greedy
+    eval_tasks: list[EvalEntry]  # tasks that every evaluation measures too: their names, or sections with settings
 
     def per_rank_batch(self, world_size: int) -> tuple[int, int]:
         """Return how a step is divided for each process: rows per micro-batch, and micro-batches per step.
@@ -259,8 +261,21 @@ class Generation(Asked):
     batch: PositiveInt  # number of sequences generated together
 
 
-SMALL = {"convert": Conversion, "merge": Merger, "chat": Chat, "generate": Generation}
-Small = Conversion | Merger | Chat | Generation
+@dataclass(config=STRICT, frozen=True)
+class Evaluation:
+    """``task=eval``: measure a model on tasks. Sections for training runs are ignored."""
+
+    task: SmallTask
+    init_from: str  # a checkpoint folder, a run directory or one of its checkpoints
+    device: Literal["auto", "cpu", "cuda"]
+    tasks: Annotated[list[EvalEntry], Field(min_length=1)]  # names of tasks, or sections as in task.eval_tasks
+    batch: PositiveInt  # number of sequences in one forward pass
+    dst: str  # JSON file for the results; an existing file is replaced
+    seed: NonNegativeInt  # seed of generated questions
+
+
+SMALL = {"convert": Conversion, "merge": Merger, "chat": Chat, "generate": Generation, "eval": Evaluation}
+Small = Conversion | Merger | Chat | Generation | Evaluation
 
 
 def to_dict(config: Config) -> dict[str, Any]:

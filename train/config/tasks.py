@@ -14,6 +14,7 @@ TASKS = {
     "check": "train.tasks.check:run",
     "chat": "train.tasks.chat:run",
     "generate": "train.tasks.generate:run",
+    "eval": "train.tasks.eval:run",
     "convert": "train.tasks.convert:run",
     "merge": "train.tasks.merge:run",
 }

@@ -1,8 +1,13 @@
-"""Evaluation on held-out rows. It imports ``train.build``, ``train.logging`` and the modules that these import.
+"""Evaluation on held-out rows, and on the tasks of ``task.eval_tasks`` and ``task=eval``. It imports ``train.build``,
+``train.logging`` and the modules that these import.
 
 Read evaluate.py first. Each file imports only those above it:
 
     exact_match    counts the conversations whose whole answer greedy decoding would write
     probe          measures the recall of the indexers
-    evaluate       runs an evaluation and returns its record
+    evaluate       runs an evaluation on held-out rows and returns its record
+    scorer         computes likelihoods and greedy answers of a model; the processes share the questions
+    retrieval      makes and scores the tasks needle and multikey, retrieval from long generated texts
+    harness        runs tasks of lm-evaluation-harness, an optional library
+    tasks          prepares and runs all kinds of tasks
 """

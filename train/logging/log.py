@@ -65,6 +65,8 @@ class Reporter:
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write the metrics of one evaluation."""
         self.log(self.evaluation_line(record))
+        for name, result in record.get("tasks", {}).items():
+            self.log(f"step={record['step']} {task_line(name, result)}")
         self._record({"kind": "valid", **record})
         self.plot()
 
@@ -215,6 +217,13 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     if record["index_recall"]:
         parts.append("index_recall=" + ",".join(shown(value, ".3f") for value in record["index_recall"]))
     return " ".join(parts)
+
+
+def task_line(name: str, result: Mapping[str, Any]) -> str:
+    """One greppable line of the results of a task: ``needle: accuracy=0.2500 questions=40``."""
+    numbers = [(key, value) for key, value in result.items() if not isinstance(value, Mapping)]
+    shown = (f"{key}={value:.4f}" if isinstance(value, float) else f"{key}={value}" for key, value in numbers)
+    return f"{name}: {' '.join(shown)}"
 
 
 def shown(value: float | None, form: str) -> str:

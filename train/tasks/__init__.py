@@ -6,5 +6,5 @@ but ``studies``. The tasks do not import each other, but for what `asked` has:
     plan, convert, merge         what a run would cost; other formats; averages of checkpoints
     check                        what the data of a run hold
     asked                        a model to ask: weights, tokenizer, answers as text
-    chat, generate               asked on the terminal; for a file of prompts
+    chat, generate, eval         asked on the terminal; for a file of prompts; measured on tasks
 """

@@ -47,7 +47,12 @@ def open_model(config: Asked) -> Model:
         ValueError: the checkpoint cannot be used, or the effort is none.
     """
     effort_budget(config.effort)
-    origin, device = find_pretrained(config.init_from), pick_device(config.device)
+    return open_checkpoint(config.init_from, config.device)
+
+
+def open_checkpoint(name: str, device_name: str) -> Model:
+    """Load the model of a checkpoint, named as for ``init_from``. Raises ValueError if it cannot be used."""
+    origin, device = find_pretrained(name), pick_device(device_name)
     tokenizer = read_tokenizer(origin.tokenizer)
     if (origin.folder / "config.json").is_file():
         model = load_pretrained(origin.folder, device=device)
@@ -55,7 +60,7 @@ def open_model(config: Asked) -> Model:
         settings = ModelConfig.from_dict(origin.model)
         token_map = build_token_map(tokenizer) if settings.text.engram_layer_ids else None
         model = build_model(settings, token_map=token_map, device=device)
-        load_pretrained_weights(model, config.init_from)
+        load_pretrained_weights(model, name)
     drafter = load_drafter(origin.folder, model) if holds_drafter(origin.folder) else None
     return Model(model.eval(), tokenizer, drafter)
 

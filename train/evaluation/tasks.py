@@ -1,0 +1,114 @@
+"""The tasks that a model is evaluated on: their data are read, they are run on a `Scorer`, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from data.chat.source import ChatLines
+from data.errors import BadRecordPolicy, DataError
+from data.files import find_files
+from data.tokens import Encoder
+from train.build import Run
+from train.config.evaluation import EvalTask
+from train.evaluation import retrieval
+from train.evaluation.scorer import Pair, Scorer, Stopped
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task whose data are read. run: asks a model, and returns the results of this task or of those in its group."""
+
+    task: EvalTask
+    run: Callable[[Scorer], dict[str, Result]]
+
+
+def prepare(tasks: Sequence[EvalTask], tokenizer: Tokenizer, positions: int, seed: int) -> list[Prepared]:
+    """Read what the tasks need. positions: the most tokens that the model reads.
+
+    Raises:
+        ValueError, DataError: a task cannot be run on this model, or its data cannot be read.
+    """
+    makers = {"retrieval": _retrieval, "conversations": _conversations, "harness": _harness}
+    return [Prepared(task, makers[task.kind](task, tokenizer, positions, seed)) for task in tasks]
+
+
+def _retrieval(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
+    if max(task.lengths) + retrieval.ANSWER > positions:
+        raise ValueError(
+            f"{task.task}: a prompt of {max(task.lengths):,} tokens and its answer exceed the model's {positions:,} "
+            "positions; give shorter lengths"
+        )
+    hidden = retrieval.make(task, tokenizer, seed)
+    return lambda scorer: {
+        task.task: retrieval.score(hidden, tokenizer, lambda questions: scorer.answers(questions, task.task))
+    }
+
+
+def _conversations(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
+    path = Path(task.task).expanduser()
+    if not path.is_file():
+        raise DataError(task.task, 0, "missing file", "a task of conversations names a JSONL file")
+    policy = BadRecordPolicy("stop")
+    source = ChatLines(find_files([str(path)], (".jsonl",)), "messages")
+    encoder = Encoder(tokenizer, positions, vision=None, count_bytes=False, conversations=True)
+    pairs: list[Pair] = []
+    for encoded in encoder.encode_all((document for document, _ in source.read(policy)), policy):
+        assert encoded.loss_mask is not None, "a conversation says what is supervised"
+        if task.limit is not None and len(pairs) >= task.limit:
+            break
+        begin = int(encoded.loss_mask.argmax())  # one answer, up to the end of the document
+        if encoded.loss_mask.any():
+            pairs.append((encoded.ids[:begin].tolist(), encoded.ids[begin:].tolist()))
+    if not pairs:
+        raise DataError(task.task, 0, "no answers", "no record has an answer that counts")
+    return lambda scorer: {path.stem: _judged(scorer.likelihoods(pairs, path.stem), pairs)}
+
+
+def _judged(found: Sequence[tuple[float, bool]], pairs: Sequence[Pair]) -> Result:
+    tokens = sum(len(answer) for _, answer in pairs)
+    right = sum(hit for _, hit in found)
+    return {"exact_match": right / len(pairs), "loss": -sum(x for x, _ in found) / tokens, "answers": len(pairs)}
+
+
+def _harness(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
+    from train.evaluation.harness import Loaded  # an optional library, which takes seconds to import
+
+    return Loaded(task, seed).run
+
+
+def run_all(prepared: Sequence[Prepared], scorer: Scorer) -> dict[str, Result]:
+    """The results of all tasks by their names. All ranks call it together. Raises ``scorer.Stopped``."""
+    found: dict[str, Result] = {}
+    for each in prepared:
+        found |= each.run(scorer)
+    return found
+
+
+def measure(
+    run: Run, prepared: Sequence[Prepared], stop: Callable[[], bool], say: Callable[[str], None]
+) -> dict[str, Result] | None:
+    """The results of all tasks on the model of a run, which stays as it is. None on all ranks if ``stop`` returns True
+    on any of them. say: takes lines about the progress.
+    """
+    batch = run.config.task.per_rank_batch(run.world.size)[0]
+    scorer = Scorer(run.backbone, run.tokenizer, run.world, batch, run.autocast, stop, say)
+    try:
+        return run_all(prepared, scorer)
+    except Stopped:
+        return None
+
+
+def table(result: Result) -> Iterator[str]:
+    """The accuracy by length (rows) and depth (columns) of a retrieval task; nothing for others."""
+    cells = result.get("by_length_and_depth", {})
+    for number, (length, row) in enumerate(cells.items()):
+        if not number:
+            yield f"{'length':>10}" + "".join(f"{f'depth {depth}':>12}" for depth in row)
+        yield f"{int(length):>10,}" + "".join(f"{value:>12.1%}" for value in row.values())
