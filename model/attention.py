@@ -54,6 +54,11 @@ class CrossLayerState:
     candidates: Tensor | None = None
     selected_kv: Tensor | None = None
 
+    def detached(self) -> CrossLayerState:
+        """The same values without their graph."""
+        kv, keys = (x if x is None else x.detach() for x in (self.compressed_kv, self.index_keys))
+        return replace(self, compressed_kv=kv, index_keys=keys)
+
 
 class AttentionOutput(NamedTuple):
     """The result of one attention layer: the output [T, d]; the state for later layers; the inputs of the indexer loss
@@ -145,9 +150,12 @@ class Attention(nn.Module):
         shared: CrossLayerState,
         runtime: ForwardOptions,
         cache: LayerCache | None = None,
+        first: CrossLayerState | None = None,
     ) -> AttentionOutput:
         """Attend from the normalised sublayer input x [T, d]. `cache` holds this layer's KV of earlier tokens; the
-        tokens of the layout follow these tokens, and their KV is added to the cache.
+        tokens of the layout follow these tokens, and their KV is added to the cache. `first`: in recomputation, the
+        state that the first pass returned. Its entries, index keys and selection are used as they are, since the
+        backward needs only what they were computed from.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
@@ -155,10 +163,10 @@ class Attention(nn.Module):
         if layout.chunk is not None:
             (window_kv,) = with_halo([window_kv], layout.chunk.window, layout.chunk.ranks)
         if self.compressor is not None:
-            shared = self.compress(x, layout, shared, runtime, cache)
+            shared = self.compress(x, layout, shared, runtime, cache, first)
         indexer_loss_inputs = None
         if self.indexer is not None:
-            shared, indexer_loss_inputs = self._index(x, q_lat, layout, shared, runtime)
+            shared, indexer_loss_inputs = self._index(x, q_lat, layout, shared, runtime, first)
             if cache is not None and cache.decoding:
                 shared = replace(shared, selected_kv=cache.selected(shared.topk_indices, q.dtype))
         window_start = layout.decoder_window_start if self.in_decoder else layout.window_start
@@ -199,8 +207,9 @@ class Attention(nn.Module):
         shared: CrossLayerState,
         runtime: ForwardOptions,
         cache: LayerCache | None,
+        first: CrossLayerState | None = None,
     ) -> CrossLayerState:
-        """Compute the compressed entries and index keys of x [T, d]; only Full layers do this."""
+        """Compute the compressed entries and index keys of x [T, d]; only Full layers do. `first`: see `forward`."""
         entries = layout.entries[self.ratio]
         projected, chunk = self.compressor.project(x), layout.chunk
         if cache is not None:
@@ -214,16 +223,27 @@ class Attention(nn.Module):
             kv, keys = cache.entries(kv, keys)
         elif rounding := main_kv_format(runtime.kv_quant):
             kv = rounding.fake_quant(kv)
-        if chunk is not None:
+        if first is not None:
+            kv, keys = first.compressed_kv, first.index_keys
+        elif chunk is not None:
             kv, keys = gather_entries(kv, keys, entries.gathered, chunk.ranks)
         return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
 
     def _index(
-        self, x: Tensor, q_lat: Tensor, layout: SequenceLayout, shared: CrossLayerState, runtime: ForwardOptions
+        self,
+        x: Tensor,
+        q_lat: Tensor,
+        layout: SequenceLayout,
+        shared: CrossLayerState,
+        runtime: ForwardOptions,
+        first: CrossLayerState | None,
     ) -> tuple[CrossLayerState, IndexerLossInputs]:
         config, entries = self.config, layout.entries[self.ratio]
         query = self.indexer.query(x, q_lat, layout)
-        if shared.candidates is not None:
+        if first is not None:
+            topk_indices = first.topk_indices
+            shared = replace(shared, topk_indices=topk_indices, candidates=first.candidates)
+        elif shared.candidates is not None:
             topk_indices = select_from_candidates(
                 query, shared.index_keys, entries, shared.candidates, config.index_topk, config.candidate_block_size
             )

@@ -13,8 +13,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from model import recomputation
 from model.attention import Attention, CrossLayerState
 from model.cache.step import LayerCache, Step
 from model.chunk import chunk_of
@@ -25,7 +25,7 @@ from model.indexer import IndexerLossInputs
 from model.kernels.switch import using
 from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
 from model.loss import Objective, cross_entropy_sum
-from model.moe import MoE, Routing, check_routing
+from model.moe import MoE, MoEFirstPass, Routing, check_routing
 from model.norm import RMSNorm
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.parallel.tables import Head, Lookup, Table
@@ -49,10 +49,18 @@ class BlockState(NamedTuple):
         return BlockState(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), CrossLayerState())
 
 
+class FirstPass(NamedTuple):
+    """What the recomputation of a block takes from its first pass, see `Attention` and `MoE`."""
+
+    shared: CrossLayerState
+    moe: MoEFirstPass
+
+
 class BlockOutput(NamedTuple):
     """The output of a block: the state (None in a `BackboneOutput`), its cross-layer part, indexer loss inputs and
     attention masses (see `AttentionOutput`), the routing, and entering [T, d]. The last is the mean of the residual
-    streams before the attention and after Engram, which a drafter reads (None unless requested).
+    streams before the attention and after Engram, which a drafter reads (None unless requested). `first_pass`: what
+    the recomputation of the block needs (None in what `run_block` returns).
     """
 
     state: BlockState | None
@@ -62,6 +70,7 @@ class BlockOutput(NamedTuple):
     dense_attention_mass: Tensor | None
     routing: Routing
     entering: Tensor | None = None
+    first_pass: FirstPass | None = None
 
 
 class Block(nn.Module):
@@ -88,20 +97,24 @@ class Block(nn.Module):
         replay: Tensor | None = None,
         cache: LayerCache | None = None,
         for_drafter: bool = False,
+        first: FirstPass | None = None,
     ) -> BlockOutput:
         """Run the block. In single-pass mHC, the input of a sublayer is collapsed with coefficients of the previous
         sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replay` int64 [T, k]: experts to use, see
-        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`.
+        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: in
+        recomputation, what the first pass of the block left for it.
         """
+        first_shared, first_moe = first or (None, None)
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
             entering = streams.mean(1) if for_drafter else None
             mix = self.hc_attn(streams)
-            attended = self.attn(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
+            x = self.attn_norm(collapse(streams, state.pre_mix))
+            attended = self.attn(x, layout, state.shared, runtime, cache, first_shared)
             streams = expand(streams, attended.output, mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay)
+            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay, first_moe)
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
         reported = (
             attended.shared,
@@ -110,6 +123,7 @@ class Block(nn.Module):
             attended.dense_attention_mass,
             routing,
             entering,
+            FirstPass(attended.shared.detached(), self.ffn.first_pass(routing, y, runtime.keep_combined)),
         )
         return BlockOutput(state, *reported)
 
@@ -449,9 +463,7 @@ class DeepseekV41(nn.Module):
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
-        if self.runtime.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layers[layer], *arguments, use_reentrant=False)
-        return self.layers[layer](*arguments)
+        return recomputation.run(self.layers[layer], *arguments, recompute=self.runtime.recompute)
 
     def prefill_kv(self, layer: int, state: BlockState, step: Step) -> None:
         """Run only the part of Full layer `layer` that stores compressed entries in the cache."""

@@ -259,7 +259,9 @@ class ForwardOptions:
     decoder_replay: the decoder passes over the last `sliding_window` tokens of a prompt only (SWA bounded replay):
         generation saves the rest, training hides from a document's tokens what they would then not see (its prompt
         ends before its first supervised token).
-    recompute: activation checkpointing of every block.
+    recompute: activation checkpointing of every block. What a block selected is kept and not searched for again.
+    keep_combined: with `recompute` and experts split over ranks, also keep what they sent back (a hidden vector per
+        token and layer) instead of having it sent again.
     frozen: weights of a quantised checkpoint that are not trained (below an adapter or a drafter, of a teacher) stay
         "packed" as they are stored, or are kept as "values"; the results are the same.
     train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
@@ -272,6 +274,7 @@ class ForwardOptions:
     candidate_pool: bool = True
     decoder_replay: bool = False
     recompute: bool = False
+    keep_combined: bool = True
     frozen: Literal["packed", "values"] = "packed"
     train_indexer: bool = True
     probe: bool = False

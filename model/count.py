@@ -220,18 +220,20 @@ def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
 
-def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool) -> dict[str, float]:
+def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool, keep_combined: bool = False) -> dict[str, float]:
     """Bytes per token that a text micro-batch holds when its backward begins, by part.
 
-    bf16: autocast over fp32 parameters; the streams stay fp32. With `recompute` only each block's inputs are held,
-    beside what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a CPU; bf16
-    copies of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
+    bf16: autocast over fp32 parameters; the streams stay fp32. With `recompute` only each block's inputs and what its
+    first pass selected are held (with `keep_combined` the results of its MoE layer too, as where experts are split over
+    ranks), beside what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a
+    CPU; bf16 copies of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
     """
     text = config.text
     held: dict[str, float] = {}
     blocks = [block_saves(text, layer, bf16) for layer in range(text.num_hidden_layers)]
     if recompute:
-        held["block inputs"] = sum(block_inputs(text, layer, bf16) for layer in range(text.num_hidden_layers))
+        inputs = (block_inputs(text, layer, bf16, keep_combined) for layer in range(text.num_hidden_layers))
+        held["block inputs"] = sum(inputs)
         held[RECOMPUTED] = max(sum(block.values()) for block in blocks)
     else:
         for block in blocks:
@@ -295,10 +297,13 @@ def block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
     return saved
 
 
-def block_inputs(c: TextConfig, layer: int, bf16: bool) -> float:
-    """Bytes per token that a checkpointed block keeps: what enters it, and what its outputs add for later layers."""
+def block_inputs(c: TextConfig, layer: int, bf16: bool, keep_combined: bool = False) -> float:
+    """Bytes per token that a checkpointed block keeps: what enters it, the experts it chose, with `keep_combined` the
+    result of its MoE layer, and what its outputs add for later layers.
+    """
     width, ratio = 2 if bf16 else 4, c.ratio(layer)
-    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult + 4 * c.n_routed_experts
+    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult + 4 * c.n_routed_experts + 8 * c.num_experts_per_tok
+    size += 4 * c.hidden_size * keep_combined
     if layer in c.kv_source_layer_ids:
         size += width * (c.head_dim + c.index_head_dim) / ratio
     if layer in c.index_source_layer_ids:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from model import recomputation
 from model.backbone import Block, BlockState, DeepseekV41, Features
 from model.build import allocate_model, cast_model
 from model.cache.pages import Cache
@@ -41,7 +42,7 @@ from model.init import init_weights
 from model.kernels.switch import using
 from model.layout import SequenceLayout
 from model.loss import draft_distances
-from model.moe import Routing
+from model.moe import MoEFirstPass, Routing
 from model.norm import RMSNorm
 from model.parallel.ranks import Parallel, mark_shards
 from model.rope import inverse_frequencies, rotations
@@ -222,6 +223,14 @@ class ConfidenceHead(nn.Module):
             return F.linear(both, self.proj.weight.float()).squeeze(-1)
 
 
+class StageOutput(NamedTuple):
+    """The state after a stage, its routing, and what its recomputation needs (None behind `recomputation.run`)."""
+
+    state: BlockState
+    routing: Routing
+    first_pass: MoEFirstPass | None
+
+
 class Stage(Block):
     """A block like the backbone's (window attention only, its own number of experts) that also attends to context keys.
     The first stage also holds the projection and norm that compute `main_x`; the last stage holds the final norm, the
@@ -247,10 +256,16 @@ class Stage(Block):
             self.confidence_head = ConfidenceHead(config)
 
     def forward(  # type: ignore[override]
-        self, state: BlockState, context_keys: Tensor, layout: DraftLayout, runtime: ForwardOptions
-    ) -> tuple[BlockState, Routing]:
+        self,
+        state: BlockState,
+        context_keys: Tensor,
+        layout: DraftLayout,
+        runtime: ForwardOptions,
+        first: MoEFirstPass | None = None,
+    ) -> StageOutput:
         """Run the stage on the state of N*B drafts. context_keys [M, D] are indexed by `layout.places`. With
-        `runtime.attention="dense"`, the reference attention runs on one block of drafts at a time.
+        `runtime.attention="dense"`, the reference attention runs on one block of drafts at a time. `first`: what the
+        first pass left for this one, a recomputation.
         """
         with using(runtime.kernels):
             streams = state.streams
@@ -263,8 +278,9 @@ class Stage(Block):
             streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout)
-            return BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared), routing
+            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, None, first)
+            state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared)
+        return StageOutput(state, routing, self.ffn.first_pass(routing, y, runtime.keep_combined))
 
 
 class Drafter(nn.Module):
@@ -514,11 +530,9 @@ class Drafter(nn.Module):
             x = self.backbone.embed(noise.flatten())
         state, routings = self.backbone.init_streams(x), []
         for stage, keys in zip(self.mtp, context_keys, strict=True):
-            if self.runtime.recompute and torch.is_grad_enabled():
-                state, routing = checkpoint(stage, state, keys, layout, self.runtime, use_reentrant=False)
-            else:
-                state, routing = stage(state, keys, layout, self.runtime)
-            routings.append(routing)
+            result = recomputation.run(stage, state, keys, layout, self.runtime, recompute=self.runtime.recompute)
+            state = result.state
+            routings.append(result.routing)
         with using(self.runtime.kernels):
             return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
 

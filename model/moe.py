@@ -19,23 +19,36 @@ from model.layout import SequenceLayout
 from model.no_wait import Watched, count_ids
 from model.packed import PackedWeight, packed_grouped_linear
 from model.parallel.context import sum_over
-from model.parallel.exchange import exchange, exchange_counts
+from model.parallel.exchange import RowCounts, exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
 
 
 class Routing(NamedTuple):
     """indices int64 [T, k], weights fp32 [T, k], scores fp32 [T, E] (unbiased), load int64 [2, E]: how many (token,
-    choice) pairs each expert got, from text tokens (0) and from image tokens (1).
+    choice) pairs each expert got, from text tokens (0) and from image tokens (1); rows: how many of them travel between
+    the ranks that the experts are split over (None: they are not).
     """
 
     indices: Tensor
     weights: Tensor
     scores: Tensor
     load: Tensor
+    rows: RowCounts | None = None
 
     def none(self) -> Routing:
         """An empty routing: no tokens, zero load."""
         return Routing(self.indices[:0], self.weights[:0], self.scores[:0], torch.zeros_like(self.load))
+
+
+class MoEFirstPass(NamedTuple):
+    """What the recomputation of an MoE layer takes from its first pass: `indices`, `load` and `rows` of the routing,
+    and output [T, d], the layer's result (None: the experts' results are sent back and summed again).
+    """
+
+    indices: Tensor
+    load: Tensor
+    rows: RowCounts | None
+    output: Tensor | None
 
 
 class Gate(nn.Module):
@@ -54,19 +67,26 @@ class Gate(nn.Module):
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         self.register_buffer("bias_vl", torch.zeros(experts, dtype=torch.float32))
 
-    def forward(self, x: Tensor, image: Tensor | None, replay: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, image: Tensor | None, replay: Tensor | None = None, first: MoEFirstPass | None = None
+    ) -> Routing:
         """x [T, d], image bool [T] (None: text only), replay int64 [T, k]: experts to use instead of the best, where
-        not -1. They are weighted by the current scores, so that the router's weights still get gradients.
+        not -1. They are weighted by the current scores, so that the router's weights still get gradients. With `first`
+        the experts are those of the first pass.
         """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
-            bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
-            indices = (scores.detach() + bias).topk(self.k, dim=-1).indices
-            if replay is not None:
-                indices = torch.where(replay >= 0, replay, indices)
+            indices = self._choose(scores.detach(), image, replay) if first is None else first.indices
             weights = scores.gather(1, indices)
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
+        if first is not None:
+            return Routing(indices, weights, scores, first.load, first.rows)
         return Routing(indices, weights, scores, count_load(indices, image, len(self.bias)))
+
+    def _choose(self, scores: Tensor, image: Tensor | None, replay: Tensor | None) -> Tensor:
+        bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
+        indices = (scores + bias).topk(self.k, dim=-1).indices
+        return indices if replay is None else torch.where(replay >= 0, replay, indices)
 
 
 class Experts(Watched):
@@ -89,23 +109,24 @@ class Experts(Watched):
         out = grouped_linear(rows, getattr(self, name), ends)
         return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts."""
+    def forward(self, x: Tensor, routing: Routing, combine: bool = True) -> Tensor:
+        """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts. Without `combine` [0, d]: no result is
+        sent back or summed, only what the backward needs is computed.
+        """
         k = routing.indices.shape[1]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts = routing.indices.flatten()
         order = experts.argsort(stable=True)  # expert-major copies of the tokens
-        counts = routing.load.sum(0)
         place = _inverse(order)
         token = order.div(k, rounding_mode="floor")
         rows = _Dispatch.apply(x, token, place, k)
         weights = routing.weights.flatten().index_select(0, order)
-        if self.shard.ranks.size == 1:
-            y = self._weighted(rows, weights, counts)
+        if routing.rows is None:
+            y = self._weighted(rows, weights, routing.load.sum(0))
         else:
-            y = self._weighted_elsewhere(rows, weights, counts, experts.index_select(0, order))
-        return _Combine.apply(y.float(), token, place, k)
+            y = self._weighted_elsewhere(rows, weights, routing.rows, experts.index_select(0, order), combine)
+        return _Combine.apply(y.float(), token, place, k, combine)
 
     def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Rows [R, d] in the order of this rank's experts, fp32 weights [R], rows per expert -> weighted output."""
@@ -113,13 +134,14 @@ class Experts(Watched):
         hidden = clamped_swiglu(self.linear("w1", rows, ends), self.linear("w3", rows, ends), self.limit, weights)
         return self.linear("w2", hidden, ends)
 
-    def _weighted_elsewhere(self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
-        """`_weighted` for rows in the order of all experts, each computed on the rank that holds its expert: token
-        counts are exchanged first, then the rows with their weights and expert ids, then the results. Nothing is
-        dropped, whatever the counts.
+    def _weighted_elsewhere(
+        self, rows: Tensor, weights: Tensor, moved: RowCounts, experts: Tensor, combine: bool
+    ) -> Tensor:
+        """`_weighted` for rows in the order of all experts, each computed on the rank that holds its expert: the rows
+        are sent with their weights and expert ids, then the results come back. Nothing is dropped, whatever the counts.
         """
         ranks, local = self.shard.ranks, len(self.shard)
-        counts, send, receive = exchange_counts(counts.view(ranks.size, local), ranks)
+        counts, send, receive = moved
         tags = torch.stack([weights, experts.to(weights.dtype)], dim=1)
         rows, tags = exchange((rows, tags), send, receive, ranks)
         announced = torch.arange(local, device=rows.device).repeat(ranks.size)
@@ -127,11 +149,11 @@ class Experts(Watched):
         order = announced.argsort(stable=True)  # from rank-major to expert-major
         place = _inverse(order)
         y = self._weighted(_Dispatch.apply(rows, order, place, 1), tags[:, 0].index_select(0, order), counts.sum(0))
-        y = _Combine.apply(y, order, place, 1)
+        y = _Combine.apply(y, order, place, 1, combine)
         sender = torch.arange(ranks.size, device=rows.device).repeat_interleave(counts.sum(1), output_size=len(rows))
         came, announced = tags[:, 1].detach().long(), announced + self.shard.start
         self.note(came != announced, sender, came, announced)
-        return exchange((y,), receive, send, ranks)[0]
+        return exchange((y,), receive, send, ranks)[0] if combine else y
 
     def complain(self, wrong: int, rows: int, evidence: list[int]) -> str:
         ranks, (sender, came, announced) = self.shard.ranks, evidence
@@ -162,17 +184,30 @@ class MoE(nn.Module):
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
-        self.gate = Gate(config)
+        self.gate, self.ranks = Gate(config), ranks
         self.experts = Experts(config, layer, ranks)
         self.shared_experts = SharedExpert(config)
 
-    def forward(self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x [T, d] -> ([T, d], routing). replay: see `Gate`. The routing is returned, not stored, so that a recomputed
-        block counts nothing twice.
+    def forward(
+        self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None, first: MoEFirstPass | None = None
+    ) -> tuple[Tensor, Routing]:
+        """x [T, d] -> ([T, d], routing). replay: see `Gate`; first: in recomputation, what the first pass left. The
+        routing is returned, not stored, so that a recomputed block counts nothing twice.
         """
-        routing = self.gate(x, layout.image, replay)
+        routing = self.gate(x, layout.image, replay, first)
+        if first is None and self.ranks.size > 1:
+            load = routing.load.sum(0).view(self.ranks.size, -1)
+            routing = routing._replace(rows=exchange_counts(load, self.ranks))
+        if first is not None and first.output is not None:  # the backward needs what happens inside both, but no result
+            self.experts(x, routing, combine=False), self.shared_experts(x)
+            return first.output, routing
         y = self.experts(x, routing) + self.shared_experts(x).float()
         return y.to(x.dtype), routing
+
+    def first_pass(self, routing: Routing, output: Tensor, keep_combined: bool) -> MoEFirstPass:
+        """For a recomputation. The output [T, d] is kept if other ranks compute a part of it and `keep_combined`."""
+        keep = keep_combined and self.ranks.size > 1
+        return MoEFirstPass(routing.indices, routing.load, routing.rows, output.detach() if keep else None)
 
 
 def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: int) -> None:
@@ -287,16 +322,18 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The transpose of _Dispatch: [T*k, d] in expert order -> [T, d]."""
+    """The transpose of _Dispatch: [T*k, d] in expert order -> [T, d]. Without `combine` [0, d], for a recomputation
+    that has the result and only needs the same tensors to be saved.
+    """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, token: Tensor, place: Tensor, k: int) -> Tensor:
+    def forward(ctx, rows: Tensor, token: Tensor, place: Tensor, k: int, combine: bool) -> Tensor:
         ctx.save_for_backward(token)
-        return _sum_copies(rows, place, k)
+        return _sum_copies(rows, place, k) if combine else rows[:0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+        return grad.index_select(0, ctx.saved_tensors[0]), *(None,) * 4
 
 
 def _sum_copies(rows: Tensor, place: Tensor, k: int) -> Tensor:

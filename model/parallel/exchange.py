@@ -6,6 +6,7 @@ Shapes: R rows sent or received here, by rank in order of the group; any trailin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,22 @@ from torch import Tensor
 from model.parallel.ranks import RankGroup
 
 
-def exchange_counts(counts: Tensor, ranks: RankGroup) -> tuple[Tensor, list[int], list[int]]:
-    """counts int64 [size, ...], how many rows of each kind this rank has for every rank -> how many each rank has for
-    this one (same shape), and the numbers of rows to send to and receive from every rank.
+class RowCounts(NamedTuple):
+    """The sizes of an exchange: received int64 [size, ...], how many rows of each kind every rank has for this one;
+    send and receive: the numbers of rows to send to and receive from every rank, on the host.
     """
+
+    received: Tensor
+    send: list[int]
+    receive: list[int]
+
+
+def exchange_counts(counts: Tensor, ranks: RankGroup) -> RowCounts:
+    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank. Waits for the device."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
     send, receive = torch.stack([counts, received]).view(2, ranks.size, -1).sum(2).tolist()
-    return received, send, receive
+    return RowCounts(received, send, receive)
 
 
 def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:

@@ -111,7 +111,7 @@ def test_golden_keys_and_what_is_seen(case: Case) -> None:
 
 
 def test_golden_stages(case: Case) -> None:
-    for stage, (state, routing) in enumerate(case.stages):
+    for stage, (state, routing, _) in enumerate(case.stages):
         case.check(f"stage.{stage}.streams", state.streams.unflatten(0, (9, 5)), STATE)
         case.check(f"stage.{stage}.pre", state.pre_mix.unflatten(0, (9, 5)), STATE)
         indices, order = routing.indices.unflatten(0, (9, 5)).sort(-1)

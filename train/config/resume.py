@@ -39,6 +39,7 @@ CHANGEABLE = (
     "parallel.hardware.",
     "runtime.frozen",
     "runtime.recompute",
+    "runtime.keep_combined",
     "optim.schedule.",
     "optim.settings.",
     "optim.clip",

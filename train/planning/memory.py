@@ -36,12 +36,17 @@ def working_bytes(config: Config, job: Job) -> dict[str, float]:
     return max(moments, key=lambda moment: sum(moment.values())) | held
 
 
+def keeps_combined(config: Config) -> bool:
+    """Whether recomputation uses the results that other ranks' experts sent back in the first pass."""
+    return config.runtime.keep_combined and config.parallel.expert_parallel > 1
+
+
 def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     """When the forward has ended: what the blocks keep, the losses, one chunk of logits (``model/loss.py``: fp32 logits
     and their gradient, and its bf16 copy) and the head's gradient; bf16 copies of weights live as long as autocast.
     """
     bf16, text = _bf16(config), job.model.config.text
-    parts = count.activation_bytes(job.model.config, bf16, config.runtime.recompute)
+    parts = count.activation_bytes(job.model.config, bf16, config.runtime.recompute, keeps_combined(config))
     parts.pop(count.RECOMPUTED, None)
     found = _activations(parts, tokens)
     if not config.runtime.recompute:
@@ -61,12 +66,12 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
     """
     bf16, text, recompute = _bf16(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
-    kept = count.activation_bytes(job.model.config, bf16, recompute)
+    kept = count.activation_bytes(job.model.config, bf16, recompute, keeps_combined(config))
     kept.pop(count.RECOMPUTED, None)
     passing = {"losses": kept.pop("losses"), "gradients in a block": gradient_bytes(text, bf16)}
     found, inputs = [], 0.0
     for layer in range(text.num_hidden_layers):
-        inputs += count.block_inputs(text, layer, bf16)
+        inputs += count.block_inputs(text, layer, bf16, keeps_combined(config))
         if not recompute and layer < text.num_hidden_layers - 1:
             continue  # without recomputation the first block of the backward holds most
         again = sum(count.block_saves(text, layer, bf16).values())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from train.config.schema import Config, HardwareConfig
 from train.planning.items import FP32, Item
 from train.planning.job import Job
-from train.planning.memory import engram_rows, tokens_per_pass
+from train.planning.memory import engram_rows, keeps_combined, tokens_per_pass
 
 GRADIENTS, UPDATES = "all-reduce of gradients", "updated weights"
 
@@ -37,23 +37,28 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     """Bytes that one rank sends in an optimizer step, by kind.
 
     Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
-    forward, backward and recomputation, in the compute precision; with even routing 1/EP stays local. Tables: ids, fp32
-    rows and their gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
+    forward and backward, in the compute precision; recomputation sends the rows again, and with
+    `runtime.keep_combined=false` the results too. With even routing 1/EP stays local. Tables: ids, fp32 rows and their
+    gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
     its gradient returned, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold the same
     parameters. Updated weights go once around the same ring. Not included: the token counts.
     """
-    layout, text, passes = config.parallel, job.model.config.text, 3 if config.runtime.recompute else 2
-    if job.drafter is not None:
-        passes = 1
+    layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
     width = 2 if layout.precision == "bf16" else FP32
-    row = text.num_experts_per_tok * (2 * text.hidden_size * width + 2 * FP32)
+    out, back = text.hidden_size * width + 2 * FP32, text.hidden_size * width
+    row = out + back
+    if job.drafter is None:
+        row *= 2
+        if config.runtime.recompute:
+            row += out + back * (not keeps_combined(config))
+    row *= text.num_experts_per_tok
     away, shard = 1 - 1 / layout.expert_parallel, 1 - 1 / layout.table_shards
     near, table = pairs_inside(layout.expert_parallel, config), pairs_inside(layout.table_shards, config)
     looked_up = batches * sum(engram_rows(job.model, tokens))
     table_passes = 2 if _trains(items, "Engram tables") else 1
     sent = {
-        "all-to-all, experts": Sent(batches * tokens * text.num_hidden_layers * passes * row * away, near),
+        "all-to-all, experts": Sent(batches * tokens * text.num_hidden_layers * row * away, near),
         "all-to-all, Engram tables": Sent(looked_up * (8 + table_passes * FP32 * text.engram_head_dim) * shard, table),
     }
     if layout.shard_embeddings:

@@ -176,8 +176,11 @@ def test_traffic_of_the_all_to_alls(make_config) -> None:
     split = plan(_layout(make_config(), 4, 2, 4, shard_embeddings=True)).traffic
     assert split["all-to-all, embedding"] == 64 * (8 + 2 * 4 * 32) * 3 / 4
     assert split["head gathered, its gradient"] == 2 * 4 * 512 * 32 * 3 / 4
-    again = plan(_layout(make_config("runtime.recompute=true"), 4, 2, 4)).traffic
+    recomputed = ("runtime.recompute=true", "runtime.keep_combined=false")
+    again = plan(_layout(make_config(*recomputed), 4, 2, 4)).traffic
     assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
+    kept = plan(_layout(make_config(recomputed[0]), 4, 2, 4)).traffic
+    assert again["all-to-all, experts"] - kept["all-to-all, experts"] == 64 * 6 * 2 * 32 * 4 / 2
 
 
 def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
