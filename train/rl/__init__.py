@@ -1,18 +1,18 @@
 """Reinforcement learning conditioned on reasoning effort, and on-policy distillation.
 
-Imports ``train.run`` and what is below it. Read train/tasks/rl.py first, which puts everything together, then
-collect.py, batch.py, policy_gradient.py and distill.py. Each file imports only those before it:
+This package imports ``train.run`` and the modules that it imports. Read train/tasks/rl.py first, which contains the RL
+step, then collect.py, batch.py, policy_gradient.py and distill.py. Each file imports only those above it:
 
-    effort             the length term of the reward; group-relative advantages
-    rewards            reward functions in processes of their own
-    prompts            an endless order over the records of the tasks
-    rollout            who generates: this process, or servers
-    collect            which prompt starts when; graded groups of responses
-    batch              groups to packed rows
-    loss               the clipped objective of a batch
-    reference          a second policy beside the trained one, and what it says about a batch
-    policy_gradient    task=rl: what is trained on, by which losses
-    distill            task=distill: the same
-    report             what a run prints and draws
-    demo               makes what ``make rl-demo`` begins with
+    effort             the length penalty of the reward; group-relative advantages
+    rewards            runs reward functions in separate processes
+    prompts            draws prompts from the records of the tasks
+    rollout            generates responses, in this process or on inference servers
+    collect            starts responses to prompts, and returns graded groups of responses
+    batch              packs the responses of groups into rows
+    loss               the clipped policy-gradient objective of a micro-batch
+    reference          a second, frozen policy beside the trained one, and its log-probabilities for a batch
+    policy_gradient    task=rl: selects the responses that are trained on, and computes their losses
+    distill            task=distill: runs the teachers, and computes the distillation loss
+    report             the log lines and the plot of an RL run
+    demo               creates the conversations and the checkpoint that ``make rl-demo`` starts from
 """

@@ -1,7 +1,7 @@
-"""Graded groups -> packed rows with the inputs of the objective, and the numbers of a step.
+"""Packs graded responses into rows with the tensors that the RL losses need.
 
-All tensors of a batch are aligned with its labels: a token's value is at the token's position. Labels are -100 at
-prompts and at response tokens that are too stale to be trained on.
+All tensors of a batch are aligned with its labels: the value for a token is at the position of that token. Labels are
+-100 at prompt tokens and at response tokens that are too stale to be trained on.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the batches: tokens in a row, rows in a forward pass, and what the model and the objective require."""
+    """Sizes of the batches: tokens in a row, rows in a micro-batch, layers and experts per token of the model."""
 
     seq_len: int
     rows: int
     pad: int
     layers: int
     experts_per_token: int
-    staleness: int  # how many versions a token may be behind the policy
+    staleness: int  # largest number of policy versions (steps) since a token was written
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The responses of a step in one order: rewards with the length term, advantages, and which are trained on."""
+    """The responses of a step with their rewards (length penalty included) and advantages, all in the same order."""
 
     responses: list[Response]
     tasks: Tensor  # int64 [N]
     efforts: Tensor  # int64 [N]
     rewards: Tensor  # fp64 [N]
     advantages: Tensor  # fp64 [N]
-    informative: Tensor  # bool [N]
+    informative: Tensor  # bool [N]: the rewards in the response's group differ
     groups: int
-    zero_variance: int  # groups in which all rewards are equal: they teach nothing
+    zero_variance: int  # number of groups whose rewards are all equal, so that they give no gradient
 
 
 def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
-    """Rewards with the length term (if there is one), mean-centred in every group."""
+    """Add the length penalty (if there is one) to the rewards, and compute advantages relative to the group's mean."""
     responses = [response for group in groups for response in group.responses]
     owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
     efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
@@ -67,8 +67,9 @@ def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[
 
 
 def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
-    """(packed batches of the chosen responses, bool [N]; counts: tokens of all responses, and how many of the chosen
-    ones' tokens are stale).
+    """Pack the responses selected by ``chosen`` (bool [N]) into batches.
+
+    Returns the batches and two counts: the tokens of all responses, and the stale tokens of the chosen responses.
     """
     numbers = chosen.nonzero().flatten().tolist()
     pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in numbers]
@@ -88,18 +89,21 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
 
 
 def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Add the sums of a micro-batch to those of the step. They stay on the device, so nothing waits for it."""
+    """Add the sums of a micro-batch to the sums of the step.
+
+    They stay on the device, so the CPU need not wait for it.
+    """
     for name, value in sums.items():
         total[name] = total[name] + value if name in total else value
 
 
 def empty_batch(shape: Shape) -> Batch:
-    """A batch without targets, for a process that has fewer batches than the others: two tokens of padding."""
+    """Return a batch of two padding tokens without targets, for a process that has fewer batches than the others."""
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
 
 def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
-    """The tensors of a batch without responses."""
+    """Return the tensors of a batch of this shape that contains only padding."""
     return {
         "input_ids": torch.full(places, shape.pad),
         "labels": torch.full(places, IGNORE),
@@ -111,7 +115,7 @@ def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
 
 
 def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batch:
-    """One response with its prompt."""
+    """Return the tensors of one response together with its prompt, not padded."""
     ids, start = torch.tensor([*sample.request.prompt, *sample.tokens]), len(sample.request.prompt)
     piece = _blank((len(ids),), shape)
     fresh = torch.tensor(sample.versions) >= version - shape.staleness
@@ -120,12 +124,12 @@ def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batc
     piece["old_log_probs"][start:] = torch.tensor(sample.log_probs)
     piece["advantage"][start:] = advantage
     piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
-    piece["prompt_len"] = torch.tensor(start)  # labels do not show it where the first tokens are stale
+    piece["prompt_len"] = torch.tensor(start)  # labels cannot tell it: stale tokens are -100 too
     return piece
 
 
 def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
-    """Rows [rows, seq_len] of pieces; their responses are numbered consecutively."""
+    """Join the pieces of each row into a batch [rows, seq_len], in which the responses are numbered consecutively."""
     batch = _blank((len(lines), shape.seq_len), shape)
     lengths = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.int64)
     prompts, number = torch.zeros_like(lengths), 0

@@ -1,9 +1,9 @@
-"""Collecting responses: when each prompt starts, when responses are graded, and which groups a step trains on.
+"""Collects responses: starts the groups of responses, has them graded, and selects the groups that a step trains on.
 
-Group number n holds the responses to prompt n // efforts under effort n % efforts. A group starts as soon as
-enough other responses have finished for it to fit within two limits: the responses being written, and those sent out
-but not yet trained on, so that none becomes much older than the policy. A step takes the first groups that are
-complete.
+With E efforts, group number n holds the responses to prompt n // E under effort number n % E. A group is started when
+it fits into two limits: the number of responses being written, and the number of responses started but not yet trained
+on. The second limit keeps responses from becoming much older than the policy. A step takes the groups that are complete
+first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ STOP_SECONDS = 0.2  # how often to check for a stop while waiting for rewards
 
 @dataclass
 class Response:
-    """A finished sample as text: its reasoning tokens (all of them, if `</think>` never came), and what its task gave
-    it.
+    """A finished sample with the number of its reasoning tokens (``length``) and its reward (``outcome``).
+
+    If a response contains no `</think>`, all its tokens count as reasoning tokens.
     """
 
     sample: Sample
@@ -41,7 +42,7 @@ class Response:
 
 @dataclass
 class Group:
-    """The responses to one prompt under one effort, by member."""
+    """The responses to one prompt under one effort. Members of the group are numbered from 0."""
 
     number: int
     task: int
@@ -49,7 +50,7 @@ class Group:
     effort: int
     size: int
     samples: dict[int, Sample] = field(default_factory=dict)
-    responses: list[Response] = field(default_factory=list)  # once all samples are complete and graded
+    responses: list[Response] = field(default_factory=list)  # filled when all samples are complete and graded
 
     @property
     def complete(self) -> bool:
@@ -58,12 +59,14 @@ class Group:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What is sampled, and its limits. All counts are per process.
+    """Which groups of responses are sampled, and how many responses may be unfinished. All counts are per process.
 
-    rank, ranks: this process takes every ranks-th prompt. efforts, sizes: the groups of a prompt. groups: in a
-    step. in_flight: the most responses written at once. ahead: responses sent out but not yet trained on, at most (1 +
-    ahead) times a step's; but a step's worth of groups may always be started, even if those left over are the
-    largest.
+    - efforts, sizes: the groups of a prompt, with the effort and the number of responses of each;
+    - groups: number of groups in a step;
+    - in_flight: largest number of responses that are written at the same time;
+    - ahead: at most (1 + ahead) times the responses of a step may be started and not yet trained on. As many groups as
+      a step needs may always be started, even if they are large and exceed this limit;
+    - rank, ranks: this process takes every ``ranks``-th prompt, beginning with number ``rank``.
     """
 
     efforts: tuple[int, ...]
@@ -80,31 +83,31 @@ class SamplingPlan:
 
     @property
     def outstanding(self) -> int:
-        """Responses that may be sent out and not yet trained on, once a step's groups are."""
+        """Limit for the responses started but not yet trained on, once the groups of a step have been started."""
         per_step = self.groups * sum(self.sizes) / len(self.sizes)
         return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
 
 
 class Collector:
-    """Keeps a rollout busy and returns graded groups. Deterministic if the rollout is."""
+    """Sends requests to a rollout and returns graded groups of responses. It is deterministic if the rollout is."""
 
     def __init__(self, plan: SamplingPlan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
         self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards
         self.tokenizer = tokenizer
         self.eos, self.end_think = special_ids(tokenizer).eos, tokenizer.token_to_id("</think>")
         self.next = 0  # number of groups that this process has started
-        self.open: dict[int, Group] = {}  # being written, by group number
-        self.ready: list[Group] = []  # all samples complete, in order of completion
+        self.open: dict[int, Group] = {}  # unfinished groups by number
+        self.ready: list[Group] = []  # groups whose samples are all complete, in order of completion
         self.owner: dict[int, tuple[int, int]] = {}  # sample id -> group, member
-        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # by group: length, pending reward
+        self._grades: dict[int, list[tuple[int, Future[Outcome] | Outcome]]] = {}  # group -> length, reward
 
     @property
     def outstanding(self) -> int:
-        """Responses sent out and not yet returned by ``collect``."""
+        """Number of responses that were started and have not been returned by ``collect`` yet."""
         return sum(group.size for group in (*self.open.values(), *self.ready))
 
     def collect(self, stop: Callable[[], bool] = lambda: False) -> list[Group] | None:
-        """The graded groups of the next step; None as soon as ``stop`` returns True."""
+        """Wait for the graded groups of the next step and return them, or None as soon as ``stop`` returns True."""
         while len(self.ready) < self.plan.groups:
             if stop():
                 return None
@@ -126,7 +129,7 @@ class Collector:
         return chosen
 
     def put_back(self, groups: list[Group]) -> None:
-        """Undo a ``collect`` whose groups were not trained on."""
+        """Return groups that ``collect`` gave but that were not trained on; the next ``collect`` gives them again."""
         self.ready = [*groups, *self.ready]
         for group in groups:
             self._grades[group.number] = [(response.length, response.outcome) for response in group.responses]
@@ -149,8 +152,9 @@ class Collector:
             self.next += 1
 
     def requests(self, group: Group) -> list[Request]:
-        """One request for each response. The draws depend on the group's number and the member only, not on which
-        process runs them.
+        """Make one request for each response of a group.
+
+        The random seed of a request depends on the numbers of group and member, not on the process that runs it.
         """
         plan = self.plan
         prompt = encoded(group.record, group.effort, plan, self.tokenizer)
@@ -177,7 +181,10 @@ class Collector:
         self._grades[group.number] = grades
 
     def read(self, sample: Sample) -> tuple[int, tuple[str, str] | None]:
-        """(reasoning tokens, (answer, reasoning)); the texts are None for a response whose answer was cut off."""
+        """Split a sample. Returns the number of its reasoning tokens, and the texts (answer, reasoning).
+
+        The texts are None if the response was cut off before the end of its answer.
+        """
         tokens = sample.tokens
         if self.end_think not in tokens:
             return len(tokens) - (tokens[-1] == self.eos), None
@@ -189,7 +196,10 @@ class Collector:
         return length, (answer, reasoning)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that has started, as tensors and plain containers; responses not yet graded are graded again."""
+        """Return all started groups as tensors and plain containers, for a checkpoint.
+
+        Rewards are not part of it; after loading, complete responses are graded again.
+        """
         return {
             "next": self.next,
             "open": [_packed(group) for group in self.open.values()],
@@ -199,7 +209,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``."""
+        """Restore the started groups from the result of ``state_dict``, and continue their responses."""
         self.next = state["next"]
         self.open = {group.number: group for group in map(_unpacked, state["open"])}
         self.ready = [_unpacked(group) for group in state["ready"]]
@@ -210,19 +220,24 @@ class Collector:
 
 
 def encoded(record: dict[str, Any], effort: int, plan: SamplingPlan, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a record's prompt. Raises DataError if it is malformed, InputError if it is too long."""
+    """Return the token ids of a record's prompt under an effort.
+
+    Raises:
+        DataError: the record is malformed.
+        InputError: the prompt and a response of ``max_tokens`` do not fit into one row.
+    """
     prompt = tuple(prompt_ids(tokenizer, messages_of(record), thinking=True, effort=effort))
     if plan.max_length - len(prompt) < plan.max_tokens:
         raise InputError(
-            f"rl.tasks: a prompt has {len(prompt)} tokens and its response up to rl.max_tokens = {plan.max_tokens}: "
-            f"more than a row of task.seq_len = {plan.max_length}. Raise task.seq_len or remove it: "
+            f"rl.tasks: a prompt of {len(prompt)} tokens and its response of up to rl.max_tokens = {plan.max_tokens} "
+            f"do not fit into a row of task.seq_len = {plan.max_length}. Raise task.seq_len or remove the prompt: "
             f"{str(record)[:200]}"
         )
     return prompt
 
 
 def draw_seed(*key: int) -> int:
-    """A seed that differs for every key."""
+    """Derive a random seed from some integers; different integers give different seeds."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 

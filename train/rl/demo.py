@@ -1,16 +1,16 @@
-"""The starting point of `make rl-demo`: conversations that show how to reason, a tokenizer, and an untrained model.
+"""Creates what `make rl-demo` starts from: conversations with reasoning, a tokenizer, and an untrained model.
 
     python -m train.rl.demo FOLDER
 
 The task (``rewards/builtin.py``: ``highest``) is to name the highest of twelve digits. The reasoning in the
 conversations looks like this:
 
-    052g:a3b3c4d4e4f9g9       effort 52; look as far as g; the highest digit up to a, up to b, ...
+    052g:a3b3c4d4e4f9g9       effort 52; read as far as g; the highest digit up to a, up to b, ...
 
-and the answer is the highest digit seen. How far to look is mostly random and leans a little towards the effort, which
-is drawn from 1 to 100, with named efforts more likely. An answer after two digits is usually wrong; one after all
-twelve is right. So the fine-tuned model knows both the careless and the careful way and has a faint idea that a higher
-number means more. Which way pays off at which effort is left to reinforcement learning.
+The answer is the highest digit that was read. The number of digits read is mostly random and depends a little on the
+effort. The effort is drawn from 1 to 100; named efforts are more likely. An answer after two digits is usually wrong,
+and an answer after all twelve is right. So the fine-tuned model can reason both briefly and thoroughly, and reasons
+slightly longer at a higher effort. Reinforcement learning then teaches it how long to reason at each effort.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from train.config.compose import CONF_DIR
 from train.rl.rewards.builtin import highest
 
 CONVERSATIONS = 15_000
-LEANING = 0.7  # how much the share of digits looked at depends on the effort; the rest is random
-NAMED = 0.3  # share of the conversations with a named effort; the others have any number
+LEANING = 0.7  # how much the share of digits read depends on the effort; the rest is random
+NAMED = 0.3  # share of the conversations with a named effort; the others have a random number
 
 
 def conversation(draw: random.Random) -> dict[str, Any]:
-    """A record of the task, with reasoning and answer."""
+    """Draw a conversation about the task: a prompt with an effort, its reasoning and its answer."""
     record = highest(draw)
     effort = draw.choice(list(EFFORTS.values())) if draw.random() < NAMED else draw.randint(1, 100)
     items = [record["prompt"][at : at + 2] for at in range(0, len(record["prompt"]), 2)]
@@ -53,8 +53,9 @@ def conversation(draw: random.Random) -> dict[str, Any]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Bytes, with the words of the effort line as single tokens; digits stay separate, so numbers are read digit by
-    digit.
+    """Make a byte-level tokenizer in which the words of the effort line in the system prompt are single tokens.
+
+    Each digit is a token of its own.
     """
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
@@ -63,7 +64,7 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,  # more than the merges that the line gives
+        vocab_size=512,  # more than the effort line needs
         special_tokens=list(CONTROL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -73,14 +74,14 @@ def make_tokenizer() -> Tokenizer:
 
 
 def prepare(folder: Path) -> None:
-    """Write ``chats.jsonl`` and ``base``, a checkpoint of untrained weights, unless they exist."""
+    """Write the conversations ``chats.jsonl`` and the untrained checkpoint ``base`` into ``folder``, if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = folder / "chats.jsonl"
     if not chats.exists():
         draw = random.Random("conversations")
         lines = [json.dumps(conversation(draw)) + "\n" for _ in range(CONVERSATIONS)]
         chats.write_text("".join(lines), encoding="utf-8")
-        print(f"{chats}: {CONVERSATIONS:,} conversations, the first is {lines[0]}", end="")
+        print(f"{chats}: {CONVERSATIONS:,} conversations; the first one is {lines[0]}", end="")
     if not (folder / "base").exists():
         tokenizer = make_tokenizer()
         raw = yaml.safe_load((CONF_DIR / "model" / "rl_demo.yaml").read_text(encoding="utf-8"))

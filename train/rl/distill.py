@@ -1,8 +1,8 @@
 """``task=distill``: full-vocabulary distillation on the policy's own responses, with a teacher for every task.
 
-The policy answers the prompts of all tasks, each task's teacher reads the responses, and the step reduces KL(policy ||
-teacher) over the whole vocabulary at every response token. Only one teacher is in memory at a time. Of the others, only
-the final hidden states and the head are kept, not the logits.
+The policy answers the prompts of all tasks. The teacher of each task runs a forward pass over the responses of its
+task, and the step minimises KL(policy || teacher) over the whole vocabulary at every response token. Only one teacher
+is in memory at a time. Of the other teachers, the final hidden states and the output head are kept, not the logits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from train.rl.reference import load_frozen
 
 
 class DistillationObjective:
-    """KL(policy || teacher) in nats, summed over the supervised positions; a detached copy is added to ``sums``.
+    """Computes KL(policy || teacher) in nats, summed over the supervised positions, and adds it to ``sums`` (detached).
 
-    teacher_hidden [B, S, d']: what the teacher's head reads to predict the token at each position; teacher_head [V,
-    d'].
+    Args:
+        teacher_hidden: the teacher's final hidden state that predicts the token at each position, [B, S, d'].
+        teacher_head: weight of the teacher's output head, [V, d'].
     """
 
     NAMES = ("kl",)
@@ -42,10 +43,10 @@ class DistillationObjective:
 
 
 class Teachers:
-    """The teachers of a run's tasks, found by a task's number in ``rl.tasks``.
+    """Loads the teachers of the tasks in ``rl.tasks``, runs them over responses, and computes the distillation loss.
 
     Raises:
-        ConfigError: a teacher's tokenizer or vocabulary differs from the policy's.
+        ConfigError: tokenizer or vocabulary size of a teacher differ from those of the policy.
     """
 
     NAMES = DistillationObjective.NAMES
@@ -55,16 +56,18 @@ class Teachers:
         self.names = [str(task.teacher) for task in run.rl.tasks]
         for number, name in enumerate(self.names):
             _check_vocabulary(run, number, name)
-        self.heads: dict[str, Tensor] = {}  # on the CPU
+        self.heads: dict[str, Tensor] = {}  # teacher -> weight of its output head, on the CPU
         self.hidden: list[Tensor] = []  # [B, S, d'] of each batch of the step, on the CPU
-        self.current: tuple[str, Tensor] | None = None  # the head in use, on the device
+        self.current: tuple[str, Tensor] | None = None  # teacher and output head in use, on the device
         self.loaded: tuple[str, DeepseekV41] | None = None
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """All responses as packed batches, each for one teacher (``teacher``, int64 [2]: the number of its first
-        task, and where its hidden states are in ``hidden``). Counts: see ``train.rl.batch.batches``.
+        """Pack all responses into batches, each with the responses of one teacher, and run that teacher over them.
 
-        The teacher already in memory comes first, so a single teacher is loaded once.
+        The tensor ``teacher`` (int64 [2]) of a batch holds the number of a task of this teacher, and the index of the
+        batch's hidden states in ``self.hidden``. The teacher that is already in memory comes first, so with a single
+        teacher the checkpoint is loaded only once. Returns the batches, and the counts that ``train.rl.batch.batches``
+        returns.
         """
         order = sorted(set(self.names), key=lambda name: (self.loaded is None or name != self.loaded[0], name))
         self.hidden.clear()
@@ -75,7 +78,7 @@ class Teachers:
             found, counted = batches(scored, torch.isin(scored.tasks, numbers), self.shape, version)
             counts.update(stale_tokens=counted["stale_tokens"])
             if self.run.world.any(bool(found)):
-                self.model(name)  # all processes must load a checkpoint together
+                self.model(name)  # all processes load a checkpoint together
             for batch in found:
                 batch["teacher"] = torch.tensor([int(numbers[0]), len(self.hidden)])
                 self.hidden.append(self.read(name, batch))
@@ -84,7 +87,10 @@ class Teachers:
 
     @torch.no_grad()
     def read(self, name: str, batch: Batch) -> Tensor:
-        """[B, S, d']: the hidden states from which a teacher predicts the supervised tokens of a batch, on the CPU."""
+        """Run a teacher over a batch.
+
+        Returns its final hidden states at the supervised tokens, [B, S, d'], on the CPU.
+        """
         model, kept = self.model(name), {}
 
         def keep(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
@@ -102,25 +108,28 @@ class Teachers:
         return kept["hidden"]
 
     def model(self, name: str) -> DeepseekV41:
-        """Load a teacher in place of the previous one."""
+        """Return a teacher's model, after loading it in place of the previous teacher if necessary."""
         if self.loaded is None or self.loaded[0] != name:
-            self.loaded = None  # release the old one first: two do not fit
+            self.loaded = None  # release the old teacher first; memory may not hold two
             self.loaded = name, load_frozen(self.run, name)
         return self.loaded[1]
 
     def head(self, name: str) -> Tensor:
-        """A teacher's head on the device; the batches of a step come teacher by teacher."""
+        """Return the weight of a teacher's output head on the device; only the last one used stays there."""
         if self.current is None or self.current[0] != name:
-            self.current = None  # release the old one first
+            self.current = None  # release the old head first
             self.current = name, self.heads[name].to(self.run.device)
         return self.current[1]
 
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``sums``."""
+        """Return the function that computes the losses of a micro-batch in ``train_step``.
+
+        It adds the statistics of the micro-batch to ``sums``.
+        """
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             inputs = {key: batch[key] for key in INPUTS} | {"layout": batch.get("layout")}
-            if "teacher" not in batch:  # padding, so that all processes have equally many
+            if "teacher" not in batch:  # a batch of padding, added so that all processes have equally many batches
                 return self.run.model.losses(**inputs, denominators=denominators)
             number, place = batch["teacher"].tolist()
             hidden = self.hidden[place].to(self.run.device)
@@ -136,8 +145,8 @@ def _check_vocabulary(run: Run, number: int, name: str) -> None:
     origin, rule = find_pretrained(name), None
     size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
     if origin.tokens() != find_pretrained(run.config.initial_checkpoint).tokens():
-        rule = f"its tokenizer, {origin.tokenizer}, is not the policy's: their vocabularies cannot be compared"
+        rule = f"its tokenizer, {origin.tokenizer}, differs from the tokenizer of the policy"
     elif size != own:
-        rule = f"its vocabulary has {size} entries, the policy's {own}: they cannot be compared"
+        rule = f"its vocabulary has {size} entries, but the policy's has {own}"
     if rule:
-        raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models of one family")])
+        raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models with the same tokenizer")])

@@ -1,9 +1,9 @@
-"""The policy-gradient objective of one batch, in the form that ``model.losses`` takes.
+"""The policy-gradient objective of a micro-batch, in the form that ``model.losses`` takes.
 
-For a token with ratio r = pi / pi_old and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A), summed
-over tokens and divided by the step's tokens; optionally plus a KL divergence to the reference policy. The tokens of a
-masked response (see ``off_policy_mask``) do not enter the first term; they do count in the divisor and in the
-divergence.
+For a token with probability ratio r = pi / pi_old and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A).
+It is summed over the tokens of a step and divided by their number. Optionally a KL divergence to the reference policy
+is added. The tokens of a masked response (see ``off_policy_mask``) are left out of the first term, but count in the
+number of tokens and in the KL divergence.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from train.config.rl import PolicyLoss
 
 
 class PolicyObjective:
-    """The objective of one micro-batch; its statistics are added to ``sums`` (detached, fp64).
+    """Computes the objective of one micro-batch and adds its statistics to ``sums`` (detached, fp64).
 
-    Tensors [B, S], aligned with the labels: ``old_log_probs`` fp32 (under the policy that drew the token),
-    ``advantage`` fp32, ``response`` int64 (which response a token belongs to, counted from 0) and, with ``loss.kl``,
-    ``reference`` fp32 (log-probability under the reference policy). ``temperature``: the one used in sampling.
+    All tensors are [B, S] and aligned with the labels.
+
+    Args:
+        temperature: the sampling temperature of the responses.
+        old_log_probs: log-probability of each token under the policy that drew it, fp32.
+        advantage: advantage of the response that the token belongs to, fp32.
+        response: number of the response that the token belongs to, counted from 0, int64.
+        reference: log-probability of each token under the reference policy, fp32; needed if ``loss.kl`` is not 0.
     """
 
     NAMES = ("ratio", "clipped", "off_policy", "kl", "entropy", "approx_kl")
@@ -68,24 +73,28 @@ class PolicyObjective:
 
 
 def clipped_loss(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """(loss, whether clipping stopped its gradient), [R] each."""
+    """Compute the clipped loss of each token, and whether clipping set its gradient to zero; both [R]."""
     plain, clipped = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
     return -torch.minimum(plain, clipped), clipped < plain
 
 
 def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
-    """KL(policy || reference) of tokens drawn by the old policy, [R]: the estimator q/p - log(q/p) - 1 (k3),
-    which is never negative, weighted by the importance ratio, so that value and gradient are unbiased although another
-    policy drew the tokens.
+    """Estimate KL(policy || reference) at each of R tokens that an older policy has drawn; returns [R].
+
+    It is the estimator q/p - log(q/p) - 1 (called k3), which is never negative, times the importance ratio. With this
+    weight, value and gradient are unbiased although an older policy drew the tokens.
     """
     log_quotient = reference - log_probs
     return ratio * (log_quotient.exp() - log_quotient - 1)
 
 
 def off_policy_mask(log_ratio: Tensor, advantage: Tensor, response: Tensor, threshold: float) -> Tensor:
-    """bool [R]: the token belongs to a response with a negative advantage that has become off-policy, that is, the mean
-    of log(old / policy) over its tokens is above ``threshold``. There is little to learn from what the policy would
-    no longer write, and pushing it away further makes training unstable; good responses are kept.
+    """Return which of R tokens (bool [R]) belong to a response that is left out of the policy loss.
+
+    Left out are responses with a negative advantage that have become off-policy: the mean of log(old policy's
+    probability / current policy's probability) over their tokens is above ``threshold``. The policy would no longer
+    write such a response, so little can be learnt from it, and lowering its probability further makes training
+    unstable. Responses with a positive advantage are never left out.
     """
     count = int(response.max()) + 1 if response.numel() else 0
     zeros = log_ratio.new_zeros(count)

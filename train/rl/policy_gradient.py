@@ -1,4 +1,4 @@
-"""``task=rl``: the policy gradient on graded responses whose rewards differ inside their group."""
+"""``task=rl``: policy-gradient training on graded responses. Groups whose rewards are all equal are left out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from train.rl.reference import Reference, log_probs_under
 
 
 class PolicyGradient:
-    """Which of a step's responses are trained on, and by which losses.
+    """Selects the responses of a step that are trained on, and computes their losses.
 
-    reference: the initial policy, if ``rl.loss.kl`` needs it.
+    reference: the initial policy, which is needed if ``rl.loss.kl`` is not 0.
     """
 
     NAMES = PolicyObjective.NAMES
@@ -25,16 +25,20 @@ class PolicyGradient:
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """The informative responses as packed batches. Counts: those of ``train.rl.batch.batches``, and the groups
-        without variance.
+        """Pack the responses of groups whose rewards differ into batches.
+
+        Returns the batches, and the counts of ``train.rl.batch.batches`` plus the number of groups with equal rewards.
         """
         made, counts = batches(scored, scored.informative, self.shape, version)
         return made, {**counts, "zero_variance": scored.zero_variance}
 
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
-        """The losses of a micro-batch, for ``train_step``; the objective's sums are added to ``sums``."""
+        """Return the function that computes the losses of a micro-batch in ``train_step``.
+
+        It adds the statistics of the micro-batch to ``sums``.
+        """
         settings, loss = self.run.rl, self.run.rl.loss
-        assert loss is not None  # as task=rl requires
+        assert loss is not None  # the rules for task=rl require the section rl.loss
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:
             tensors = {name: batch[name] for name in ("old_log_probs", "advantage", "response")}

@@ -1,4 +1,4 @@
-"""Prompts: an endless, seeded order over the records of the configured tasks, for any number of processes."""
+"""Draws an endless, seeded sequence of prompts from the records of the tasks in ``rl.tasks``."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ NEEDED = "a record needs `prompt` (text) or `messages` (a list)"
 
 
 class Prompts:
-    """Prompt number n is a pure function of the seed: a randomly drawn task, and its next record.
+    """A sequence of prompts. Prompt number n depends only on n and the seed, so any process can compute it.
 
-    ``sources``: for each task, a JSONL file of records or the name of a function that draws one (see
-    ``rewards/builtin.py``). A file is read in a new order every epoch (with several tasks, as far as the prompt numbers
-    fall to it). ``check`` is called with every record and raises for one that cannot be used.
+    A prompt consists of a randomly drawn task and a record of that task. The records of a file are used in a new random
+    order in each epoch.
+
+    Args:
+        sources: for each task a JSONL file of records, or the name of a function that draws a record (see
+            ``rewards/builtin.py``).
+        check: called with every record; raises an error if the record cannot be used.
 
     Raises:
-        DataError, InputError: a record is malformed, or ``check`` refuses it; a function cannot be loaded, or uses
-            other randomness than the generator it is given. Only the first record of a function is checked here, the
-            others as they are drawn.
+        DataError, InputError: a record is malformed or refused by ``check``; or a function cannot be loaded, or uses
+            other randomness than the generator it is given. Of a function only the first record is checked here; the
+            other records are checked when they are drawn.
     """
 
     def __init__(self, sources: list[str], seed: int | str, check: Check = lambda record: None):
         self.seed = seed
         self.sources = [_open(source, check) for source in sources]
-        self._order: tuple[int, int, list[int]] = -1, -1, []  # of the file and epoch used last
+        self._order: tuple[int, int, list[int]] = -1, -1, []  # task, epoch, order of the file used last
         for source in self.sources:
             if isinstance(source, _Function):
                 source.check_repeats(self._draw(0))
 
     def at(self, number: int) -> tuple[int, dict[str, Any]]:
-        """(task, record) of prompt ``number``."""
+        """Return the task number and the record of prompt ``number``."""
         task = random.Random(f"{self.seed}/{number}/task").randrange(len(self.sources))
         source = self.sources[task]
         if not isinstance(source, list):
@@ -55,19 +59,19 @@ class Prompts:
         return task, source[self._order[2][place]]
 
     def _draw(self, number: int) -> str:
-        """The seed of a drawn record."""
+        """Return the seed with which a function draws the record of prompt ``number``."""
         return f"{self.seed}/{number}/record"
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conversation of a record: its ``messages``, or its ``prompt`` as a user message."""
+    """Return the conversation of a record: its ``messages``, or its ``prompt`` as a user message."""
     if record.get("messages") is not None:
         return record["messages"]
     return [{"role": "user", "content": record["prompt"]}]
 
 
 def _open(source: str, check: Check) -> Any:
-    """The records of a file, or a ``_Function``."""
+    """Return the list of records in a JSONL file, or a ``_Function`` if ``source`` names a function."""
     if Path(source).suffix == ".jsonl":
         return _read(Path(source).expanduser(), check)
     with _of_user(source, "cannot be used"):
@@ -83,27 +87,27 @@ class _Function:
     check: Check
 
     def record(self, seed: str) -> dict[str, Any]:
-        """The record that a generator with this seed gives, as if it had been read from a file."""
-        with _of_user(self.name, "gave no JSON record"):
+        """Draw a record with a random generator of this seed, and convert it as if it had been read from a file."""
+        with _of_user(self.name, "did not return a JSON record"):
             record = _plain(self.draw(random.Random(seed)))
         if not _has_prompt(record):
-            raise InputError(f"rl.tasks: prompts {self.name!r} drew {record!r:.200}, which has no prompt: {NEEDED}")
-        with _located(f"rl.tasks: prompts {self.name!r} drew {record!r:.200}"):
+            raise InputError(f"rl.tasks: prompts {self.name!r} returned {record!r:.200}, without a prompt: {NEEDED}")
+        with _located(f"rl.tasks: prompts {self.name!r} returned {record!r:.200}"):
             self.check(record)
         return record
 
     def check_repeats(self, seed: str) -> None:
-        """Raise InputError if the same seed gives another record: the run could be neither repeated nor resumed."""
+        """Raise InputError if the function returns different records for the same seed; such a run could not resume."""
         if (first := self.record(seed)) != (second := self.record(seed)):
             raise InputError(
-                f"rl.tasks: prompts {self.name!r} drew {first!r:.100}, then {second!r:.100}, from a generator in the "
-                "same state. It must take all randomness from the generator that it is given"
+                f"rl.tasks: prompts {self.name!r} returned {first!r:.100}, then {second!r:.100}, for two generators in "
+                "the same state. The function must take all randomness from the generator that it is given"
             )
 
 
 @contextmanager
 def _of_user(name: str, what: str) -> Iterator[None]:
-    """Wraps a user's code, which may raise anything."""
+    """Context for code of the user: turns any exception into an InputError that names the function."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -112,7 +116,7 @@ def _of_user(name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _located(where: str) -> Iterator[None]:
-    """Adds the place to the errors of a check that does not know where its record comes from."""
+    """Context for checking a record: adds the place of the record (file and line, or function) to error messages."""
     try:
         yield
     except DataError as error:
@@ -130,7 +134,11 @@ def _has_prompt(record: Any) -> bool:
 
 
 def _plain(record: Any) -> Any:
-    """The record as reading it from a file would give it. Raises TypeError naming what JSON cannot hold."""
+    """Convert a record as if it were written to a JSON file and read again.
+
+    Raises:
+        TypeError: JSON cannot store a value of the record; the message names its key.
+    """
     for key, value in record.items() if isinstance(record, dict) else ():
         try:
             json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""A second policy beside the one that is trained: the reference, and what it says about a batch."""
+"""A second, frozen policy beside the trained one (the reference), and its log-probabilities for a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pre
 
 
 class Copy:
-    """A reference policy in a model of its own."""
+    """A reference policy that is a frozen copy of the model."""
 
     def __init__(self, model: DeepseekV41):
         self._model = model
@@ -29,8 +29,9 @@ class Copy:
 
 
 class BaseModel:
-    """The reference policy of a model with a new adapter: its own weights without the adapter. Training an adapter also
-    moves the router biases, so their initial values are kept here.
+    """The reference policy of a LoRA run: the model without its adapter.
+
+    A LoRA run also changes the router biases, so this class stores their initial values.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -39,7 +40,7 @@ class BaseModel:
 
     @contextmanager
     def model(self) -> Iterator[DeepseekV41]:
-        from train.lora import inject  # takes seconds to import
+        from train.lora import inject  # imported here since the import takes seconds
 
         biases = [bias for pair in self._model.router_biases() for bias in pair]
         now = [bias.clone() for bias in biases]
@@ -63,10 +64,13 @@ Reference = Copy | BaseModel
 
 
 def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
-    """The model of the checkpoint that ``name`` names, without gradients. Its weights stay packed if they are stored
-    quantised and ``runtime.frozen`` says so.
+    """Load the model of a checkpoint as a frozen model.
 
-    parallel: how it is split over the processes, which then must run it together.
+    Its weights are held packed if the checkpoint stores them quantised and ``runtime.frozen`` is "packed".
+
+    Args:
+        name: the checkpoint, named as in ``init_from``.
+        parallel: how the model is split over the processes, which must run it together then.
     """
     origin = find_pretrained(name)
     config = ModelConfig.from_dict(origin.model)
@@ -78,7 +82,7 @@ def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> Deepse
     return model.requires_grad_(False)
 
 
-# What ``model.losses`` is given of a batch.
+# The tensors of a batch that ``model.losses`` takes.
 INPUTS = (
     "input_ids",
     "labels",
@@ -96,8 +100,9 @@ INPUTS = (
 def log_probs_under(
     model: DeepseekV41, batch: Mapping[str, Any], temperature: float = 1.0, routing_replay: bool = False
 ) -> Tensor:
-    """fp32 [B, S]: log-probability of every supervised token under ``model``; with ``routing_replay`` through the
-    recorded experts.
+    """Compute the log-probability of every supervised token under ``model``, fp32 [B, S].
+
+    routing_replay: use the experts that were recorded when the tokens were written, instead of the router's choice.
     """
     inputs = {name: batch[name] for name in INPUTS if name in batch and (routing_replay or name != "routing")}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)

@@ -1,4 +1,4 @@
-"""What an RL run prints, records and plots."""
+"""The log lines, tables and plots of an RL run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEASURES = ("reward", "accuracy", "length")
 
 
 class RlReporter(Reporter):
-    """A ``Reporter`` for steps with rewards; it draws ``rl.png``."""
+    """The ``Reporter`` of an RL run. It plots reward, accuracy and reasoning length as ``rl.png``."""
 
     picture = "rl.png"
     drawn = ("kind", "step", "efforts")
@@ -25,7 +25,10 @@ class RlReporter(Reporter):
         return evaluation_line(record)
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        """Reward, accuracy and reasoning length by effort over steps: training as lines, held-out prompts as dots."""
+        """Plot reward, accuracy and reasoning length of each effort against steps.
+
+        Lines show the training prompts, dots the held-out prompts.
+        """
         efforts = sorted({int(effort) for record in records for effort in record["efforts"]})
         panels = []
         for name in MEASURES:
@@ -39,7 +42,7 @@ class RlReporter(Reporter):
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """One greppable line of ``key=value`` pairs, with length by effort."""
+    """Format the record of a step as one line of ``key=value`` pairs, with the response length for each effort."""
     parts = [
         f"step={record['step']}",
         f"reward={record['reward']:.3f}",
@@ -61,14 +64,14 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """The same for an evaluation, with every measure by effort."""
+    """Format the record of an evaluation as one line of ``key=value`` pairs, with every metric for each effort."""
     shares = [f"{name}={_by_effort(record, name, '.1f' if name == 'length' else '.3f')}" for name in MEASURES]
     failures = [f"reward_{name}={count}" for name, count in sorted(record["failures"].items())]
     return " ".join([f"step={record['step']}", "held out:", *shares, *failures, f"seconds={record['seconds']:.1f}"])
 
 
 def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Results by effort on the held-out prompts, before and after training, as a Markdown table."""
+    """Make a Markdown table of the results on the held-out prompts before and after training, for each effort."""
     head = ["effort", *(f"{name} {when}" for name in MEASURES for when in ("before", "after"))]
     rows = []
     for effort in sorted(last["efforts"], key=int):
@@ -79,7 +82,7 @@ def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _series(records: list[dict[str, Any]], kind: str, effort: int, name: str, shade: float) -> Series:
-    """One measure of one effort over steps."""
+    """Collect the values of one metric at one effort as a curve over steps."""
     chosen = [r for r in records if r["kind"] == kind and str(effort) in r["efforts"]]
     values = [r["efforts"][str(effort)][name] for r in chosen]
     label = f"effort {effort}" if kind == "valid" else None

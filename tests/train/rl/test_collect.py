@@ -202,7 +202,7 @@ def test_reading_a_response(make, tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_longer_than_its_row_is_named(make) -> None:
-    with pytest.raises(InputError, match=r"a prompt has \d+ tokens and its response up to rl.max_tokens = 8"):
+    with pytest.raises(InputError, match=r"a prompt of \d+ tokens and its response of up to rl.max_tokens = 8"):
         make(replace(PLAN, max_length=20), lambda n: 1).collect()
 
 
@@ -256,14 +256,14 @@ def test_lines_of_a_file_end_at_line_feeds_only(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return {'prompt': 'a', 'seen': {1}}", "gave no JSON record: TypeError: seen = {1}: Object of type set"),
-        ("return {'prompt': 'a', 'x': float('nan')}", "gave no JSON record: TypeError: x = nan"),
-        ("return {'question': 'a'}", "drew {'question': 'a'}, which has no prompt: a record needs"),
-        ("return None", "drew None, which has no prompt"),
-        ("return 1 / 0", "gave no JSON record: ZeroDivisionError"),
-        ("raise SystemExit(3)", "gave no JSON record: SystemExit: 3"),
-        ("return {'prompt': str(next(COUNT))}", "drew {'prompt': '0'}, then {'prompt': '1'}, from a generator in the"),
-        ("return {'prompt': 'refused'}", "drew {'prompt': 'refused'}: wrong: no"),
+        ("return {'prompt': 'a', 'seen': {1}}", "did not return a JSON record: TypeError: seen = {1}: Object"),
+        ("return {'prompt': 'a', 'x': float('nan')}", "did not return a JSON record: TypeError: x = nan"),
+        ("return {'question': 'a'}", "returned {'question': 'a'}, without a prompt: a record needs"),
+        ("return None", "returned None, without a prompt"),
+        ("return 1 / 0", "did not return a JSON record: ZeroDivisionError"),
+        ("raise SystemExit(3)", "did not return a JSON record: SystemExit: 3"),
+        ("return {'prompt': str(next(COUNT))}", "returned {'prompt': '0'}, then {'prompt': '1'}, for two generators"),
+        ("return {'prompt': 'refused'}", "returned {'prompt': 'refused'}: wrong: no"),
     ],
 )
 def test_a_function_that_draws_no_record_is_named(tmp_path, body: str, message: str) -> None:
@@ -289,7 +289,7 @@ def test_a_function_is_checked_at_every_draw(tmp_path) -> None:
     path.write_text("def draw(draw):\n    return {'prompt': 'a'} if draw.random() < 0.5 else [draw.random()]\n")
     seeds = [seed for seed in range(20) if random.Random(f"{seed}/0/record").random() < 0.5]
     prompts = Prompts([f"{path}:draw"], seeds[0])
-    with pytest.raises(InputError, match=r"drew \[0.*has no prompt"):
+    with pytest.raises(InputError, match=r"returned \[0.*without a prompt"):
         for number in range(50):
             prompts.at(number)
 

@@ -198,7 +198,9 @@ def test_what_a_server_refuses_is_not_asked_again(make_server, make_rollout, mod
     server.fault = lambda number, body: Fault(400, text="max_tokens is too large")
     rollout = make_rollout(server)
     rollout.update_weights(0, model)
-    with pytest.raises(ServerError, match=rf"{server.url} refuses: status 400 for /v1/completions: .*is too large"):
+    with pytest.raises(
+        ServerError, match=rf"{server.url} refuses the request: status 400 for /v1/completions: .*is too large"
+    ):
         run(rollout, REQUESTS[:1])
     assert len(server.bodies) == 1
 
@@ -283,7 +285,7 @@ def test_a_request_that_no_server_can_do_ends_the_run(make_server, make_rollout,
     rollout.update_weights(0, model)
     bad, *good = REQUESTS
     rollout.submit(bad)
-    with pytest.raises(ServerError, match="no server is left|write no token of one request"):
+    with pytest.raises(ServerError, match="no server is left|failed to write a token of one request"):
         while True:
             for request in good:
                 rollout.submit(request)
@@ -297,20 +299,26 @@ def changed(**changes: Any) -> Fault:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (changed(token_ids=None), "returns no token ids: it must know return_token_ids"),
+        (changed(token_ids=None), "returns no token ids, because it does not support return_token_ids"),
         (changed(logprobs=None), "returns no log-probabilities"),
         (changed(logprobs={"token_logprobs": [-1.0, -2.0]}), "1 token ids with 2 log-probabilities"),
-        (changed(logprobs={"token_logprobs": [None]}), "returns None as the log-probability"),
-        (changed(logprobs={"token_logprobs": [0.5]}), "returns 0.5 as the log-probability"),
-        (changed(token_ids=[61]), "returns token id 61, allowed are 0..60"),
+        (changed(logprobs={"token_logprobs": [None]}), "returns the invalid log-probability None"),
+        (changed(logprobs={"token_logprobs": [0.5]}), "returns the invalid log-probability 0.5"),
+        (changed(token_ids=[61]), "returns token id 61, but the vocabulary has 0..60"),
         (changed(token_ids=["5"]), "returns token id '5'"),
-        (changed(token_ids=[STOP, 1], logprobs={"token_logprobs": [-1.0, -1.0]}), "goes on after a stop token"),
-        (changed(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "goes on after max_tokens"),
-        (Fault(change=lambda event: "{'token_ids': [1]}"), "sent an event that is no JSON object"),
-        (Fault(change=lambda event: "[1, 2]"), "sent an event that is no JSON object"),
+        (
+            changed(token_ids=[STOP, 1], logprobs={"token_logprobs": [-1.0, -1.0]}),
+            "continues a response after a stop token",
+        ),
+        (
+            changed(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}),
+            "continues a response after max_tokens",
+        ),
+        (Fault(change=lambda event: "{'token_ids': [1]}"), "sent an event that is not a JSON object"),
+        (Fault(change=lambda event: "[1, 2]"), "sent an event that is not a JSON object"),
         (Fault(change=lambda event: '{"error": {"message": "no such model", "code": 404}}'), "no such model"),
         (Fault(200, {"Content-Type": "text/html"}), "answers with text/html, not with a stream"),
-        (Fault(302, {"Location": "http://127.0.0.1:1/"}), "refuses: status 302"),
+        (Fault(302, {"Location": "http://127.0.0.1:1/"}), "refuses the request: status 302"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_refused(make_server, make_rollout, model, fault, message) -> None:
@@ -324,7 +332,7 @@ def test_an_answer_that_cannot_be_used_is_refused(make_server, make_rollout, mod
 
 
 @pytest.mark.parametrize(
-    ("reason", "message"), [("length", "its context is too short"), ("stop", "stopped behind token")]
+    ("reason", "message"), [("length", "its context length is too short"), ("stop", "stopped after token")]
 )
 def test_a_response_that_ends_by_the_servers_rules_is_refused(
     make_server, make_rollout, model, reason, message
@@ -356,7 +364,7 @@ def test_routing_that_was_asked_for_must_come(make_server, make_rollout, model, 
     server.fault = lambda number, body: Fault(change=change)
     rollout = make_rollout(server, routing=True)
     rollout.update_weights(0, model)
-    with pytest.raises(ServerError, match="returns no routed experts|routed experts that are not"):
+    with pytest.raises(ServerError, match="returns no routed experts|returns routed experts without shape"):
         run(rollout)
 
 
@@ -446,7 +454,7 @@ def test_a_server_that_never_was_there_is_waited_for_and_left_out(make_server, m
         rollout = make_rollout(server, urls=[nobody, server.url])
         rollout.update_weights(0, model)
         assert len(run(rollout)) == 6
-    assert [nobody in note and "could not load weights" in note for note in rollout.notes()] == [True]
+    assert [nobody in note and "could not load the weights" in note for note in rollout.notes()] == [True]
 
 
 def test_what_has_begun_survives(make_server, make_rollout, model, tmp_path: Path) -> None:
@@ -531,7 +539,7 @@ def test_several_wrong_settings_are_named_at_once(make_rl) -> None:
 def test_servers_lift_the_bound_on_a_spread_model(make_rl) -> None:
     spread = ["parallel.world_size=2", "parallel.expert_parallel=2", "parallel.table_shards=2"]
     make_rl("rollout=sglang", "rl.rollout.urls=['http://a:1']", *spread)
-    with pytest.raises(ConfigError, match=r"Use 1, or servers \(rollout=sglang\)"):
+    with pytest.raises(ConfigError, match=r"Use 1, or let servers write them \(rollout=sglang\)"):
         make_rl(*spread)
 
 
@@ -612,7 +620,7 @@ def test_a_run_without_any_server_ends_with_a_message(make_rl, make_server, serv
     server = make_server()
     config = make_rl(*servers_of(server))
     server.close()
-    message = f"no server is left:\n  - {server.url}: could not load weights: ConnectError"
+    message = f"no server is left:\n  - {server.url}: the server could not load the weights: ConnectError"
     with pytest.raises(ServerError, match=message):
         rl.run(config)
 

@@ -108,8 +108,8 @@ def test_rewards_come_back_in_order_from_every_function(pool: Rewards) -> None:
 @pytest.mark.parametrize(
     ("kind", "failure", "detail"),
     [
-        ("crash", "crash", "the process ended"),
-        ("exit", "crash", "the process ended"),
+        ("crash", "crash", "the reward function ended its process"),
+        ("exit", "crash", "the reward function ended its process"),
         ("raise", "error", "KeyError: 'no such thing'"),
         ("nan", "error", "nan"),
         ("text", "error", "'1'"),
@@ -126,7 +126,7 @@ def test_a_failure_is_a_zero_reward_with_its_reason(pool: Rewards, kind: str, fa
 def test_a_function_that_hangs_is_given_up(pool: Rewards, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool, "seconds", 1.0)
-        assert graded(pool, "hang") == [Outcome(0.0, "time", "no answer in 1 s")]
+        assert graded(pool, "hang") == [Outcome(0.0, "time", "the reward function did not return within 1 s")]
     assert graded(pool, "half", "half", "half") == [Outcome(0.5)] * 3
 
 
@@ -213,8 +213,11 @@ def test_closing_ends_the_processes_whatever_they_do(module: str) -> None:
     ("name", "reason"),
     [
         ("{module}:missing", "mine.py:missing: AttributeError"),
-        ("{module}:two", r"mine.py:two: TypeError: it is called as \(record, answer, reasoning\), but too many"),
-        ("{module}:constant", "is no function"),
+        (
+            "{module}:two",
+            r"mine.py:two: TypeError: a reward function is called with \(record, answer, reasoning\), but too",
+        ),
+        ("{module}:constant", "is not a function"),
         ("no.such.module:grade", "ModuleNotFoundError"),
         ("grade", "must look like package.module:function"),
         ("/nowhere/mine.py:grade", "FileNotFoundError"),

@@ -405,7 +405,7 @@ def test_the_section_is_for_its_task_only(make_config) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "word " * 200}, "rl.tasks: a prompt has .* tokens.*Raise task.seq_len or remove it: .*word"),
+        ({"prompt": "word " * 200}, "rl.tasks: a prompt of .* tokens.*Raise task.seq_len or remove the prompt: .*word"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "must end with"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
         ({"prompt": " "}, "empty message"),

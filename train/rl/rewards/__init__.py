@@ -1,8 +1,8 @@
-"""Reward functions, which are a user's code and run in processes of their own. Imports ``train.errors``.
+"""Runs reward functions, which users may write, in separate processes. This package imports ``train.errors``.
 
-Read pool.py. Each file imports only those before it:
+Read pool.py first. Each file imports only those above it:
 
-    builtin    tasks with prompts that are drawn and rewards that are computed
-    worker     the process that loads and calls the functions; imports nothing of the project
-    pool       requests to the workers, with a limit of time
+    builtin    built-in tasks: functions that draw prompts, and their reward functions
+    worker     the program of a worker process, which loads and calls reward functions; it imports no project code
+    pool       sends responses to the worker processes, with a time limit for each call
 """

@@ -1,8 +1,8 @@
-"""Built-in prompts and rewards. Standard library only, because reward processes import this file.
+"""Built-in prompts and rewards for RL. Only the standard library is used, because reward processes import this file.
 
-A task is a source of records and a reward function. A record is a JSON object with `prompt` (what the user says) and
-whatever its reward function reads. A source is a JSONL file of records, or a function like those here that draws one
-from a random generator.
+An RL task consists of a source of records and a reward function. A record is a JSON object with `prompt` (the user's
+message) and the fields that the reward function reads. A source is a JSONL file of records, or a function that draws a
+record from a random generator, like the functions here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LEVELS = 5
 
 
 def arithmetic(draw: random.Random) -> dict[str, Any]:
-    """An integer calculation of level 1 (a sum of two digits) to 5 (three terms, with a product)."""
+    """Draw an integer calculation of difficulty 1 (a sum of two digits) to 5 (three terms, one of them a product)."""
     level = draw.randint(1, LEVELS)
     if level == 1:
         text = f"{draw.randint(0, 9)} + {draw.randint(0, 9)}"
@@ -31,11 +31,11 @@ def arithmetic(draw: random.Random) -> dict[str, Any]:
 
 
 def highest(draw: random.Random) -> dict[str, Any]:
-    """The highest of twelve digits, each after a lowercase letter that gives its place; capitals do not count:
-    a3X9b0c4...
+    """Draw a prompt such as "a3X9b0c4...", which asks for the highest of twelve digits.
 
-    The digits go up to a hidden bound between 2 and 9, so the only way to know is to look: the more digits are looked
-    at, the more often the answer is right, with diminishing returns.
+    Each of the twelve digits follows a lowercase letter that gives its place; digits after capital letters do not
+    count. The digits are at most some bound between 2 and 9, which the prompt does not say. So the answer is right more
+    often the more digits are read, with diminishing returns.
     """
     bound = draw.randint(2, 9)
     digits = [draw.randint(0, bound) for _ in range(12)]
@@ -46,7 +46,7 @@ def highest(draw: random.Random) -> dict[str, Any]:
 
 
 def letters(draw: random.Random) -> dict[str, Any]:
-    """Three to eight letters, to be reversed or sorted."""
+    """Draw a prompt that asks to reverse or to sort three to eight letters."""
     word = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 8)))
     order = draw.choice(("reverse", "sort"))
     solution = word[::-1] if order == "reverse" else "".join(sorted(word))
@@ -54,12 +54,12 @@ def letters(draw: random.Random) -> dict[str, Any]:
 
 
 def exact(record: dict[str, Any], answer: str, reasoning: str) -> float:
-    """1 if the answer is the record's `solution`, ignoring surrounding white space."""
+    """Return 1 if the answer equals the record's `solution`, apart from surrounding white space, otherwise 0."""
     return float(answer.strip() == str(record["solution"]))
 
 
 def _value(text: str) -> int:
-    """The value of terms joined by + and -, each a number or a product of two."""
+    """Compute the value of a text of terms joined by + and -; a term is a number or a product of two numbers."""
     tokens = text.split()
     total, sign, at = 0, 1, 0
     while at < len(tokens):

@@ -1,8 +1,9 @@
-"""Reward functions, run in separate processes with a time limit: a hang or a crash costs one reward.
+"""Runs reward functions in separate processes with a time limit. If a call hangs or crashes, only its reward is lost.
 
 A reward function is plain Python, ``reward(record, answer, reasoning) -> float``: ``record`` is the prompt's record,
-``answer`` the text after ``</think>`` without the end of sequence, ``reasoning`` the text before it. It is named as
-``package.module:function`` or ``path/to/file.py:function``. It may be ``async``, and return a number of NumPy or torch.
+``answer`` the text after ``</think>`` without the end-of-sequence token, and ``reasoning`` the text before
+``</think>``. The configuration names a function as ``package.module:function`` or ``path/to/file.py:function``. The
+function may be ``async``, and may return a scalar of NumPy or torch.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ import psutil
 
 from train.errors import InputError
 
-START_SECONDS = 120.0  # for the imports of a reward module
+START_SECONDS = 120.0  # time limit for importing the modules of the reward functions
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward, and why it is 0 if the function gave none: time, crash, or error (with the exception)."""
+    """A reward. If the function returned none, it is 0, and ``failure`` says why: time, crash or error."""
 
     reward: float
     failure: str | None = None
     detail: str = ""
-    called: bool = True  # not for a response that never came to its answer's end
+    called: bool = True  # False for a response that was cut off: its function is not called
 
 
 class Rewards:
-    """A pool of worker processes; one that hangs or crashes is replaced.
+    """A pool of worker processes that call reward functions. A process that hangs or crashes is replaced.
 
     Args:
-        functions: names, see the module's description.
-        seconds: time limit of one call.
+        functions: names of the reward functions, as ``package.module:function`` or ``path/to/file.py:function``.
+        workers: number of processes.
+        seconds: time limit of one call of a reward function.
 
     Raises:
-        InputError: a function cannot be loaded.
+        InputError: a reward function cannot be loaded.
     """
 
     def __init__(self, functions: list[str], workers: int, seconds: float):
@@ -66,16 +68,16 @@ class Rewards:
             raise
 
     def submit(self, function: int, record: dict[str, Any], answer: str, reasoning: str) -> Future[Outcome]:
-        """A future for the reward of a response, given by the function of this number."""
+        """Request the reward of a response from a reward function, given by its index. Returns a future."""
         request = {"function": function, "record": record, "answer": answer, "reasoning": reasoning}
         return self._threads.submit(self._call, request)
 
     def close(self) -> None:
-        """End all processes, even in the middle of a call."""
+        """End all worker processes, even those in the middle of a call."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:  # a thread may just have replaced one
+        for worker in self._workers:  # a thread may have replaced a worker meanwhile
             worker.close()
 
     def _call(self, request: dict[str, Any]) -> Outcome:
@@ -87,7 +89,7 @@ class Rewards:
 
 
 class _Worker:
-    """One process; used by one thread at a time."""
+    """One worker process. Only one thread at a time uses it."""
 
     def __init__(self, functions: list[str]):
         self.functions, self.closed, self.ready = functions, False, False
@@ -101,14 +103,14 @@ class _Worker:
             return
         line = self._read(START_SECONDS)
         if not line or "error" in line:
-            gone = f"{', '.join(self.functions)}: a module did not load in {START_SECONDS:g} s, or ended the process"
+            gone = f"{', '.join(self.functions)}: importing took more than {START_SECONDS:g} s or ended the process"
             raise InputError(f"rl.tasks: a reward function cannot be used: {line['error'] if line else gone}")
         self.ready = True
 
     def call(self, request: dict[str, Any], seconds: float) -> Outcome:
         try:
             self.wait_ready()
-        except InputError as error:  # it loaded before, so a crash is the cause, not a wrong name
+        except InputError as error:  # the functions could be loaded before, so this is a crash
             self._replace()
             return Outcome(0.0, "crash", str(error))
         self._write(request)
@@ -116,8 +118,8 @@ class _Worker:
         if not line:
             self._replace()
             if line is None:
-                return Outcome(0.0, "time", f"no answer in {seconds:g} s")
-            return Outcome(0.0, "crash", "the process ended")
+                return Outcome(0.0, "time", f"the reward function did not return within {seconds:g} s")
+            return Outcome(0.0, "crash", "the reward function ended its process")
         return Outcome(line["reward"]) if "reward" in line else Outcome(0.0, "error", line["error"])
 
     def close(self) -> None:
@@ -135,16 +137,16 @@ class _Worker:
             [sys.executable, str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a process group of its own, see `_end`
+            start_new_session=True,  # its own process group, so that `_end` can kill it
         )
         self._write({"path": [entry or os.getcwd() for entry in sys.path], "functions": self.functions})
 
     def _end(self) -> None:
-        if self.process.returncode is not None:  # its id may belong to another process by now
+        if self.process.returncode is not None:  # it has ended; its id may belong to another process now
             return
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self.process.pid).children(recursive=True)  # may have left the group
+            started = psutil.Process(self.process.pid).children(recursive=True)  # may be outside the group
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -154,13 +156,13 @@ class _Worker:
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process is gone; reading will notice
+        with suppress(BrokenPipeError):  # the process has ended, which `_read` will detect
             pipe = cast(IO[bytes], self.process.stdin)
             pipe.write(json.dumps(message).encode() + b"\n")
             pipe.flush()
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
-        """The next line; None if it does not come in time, {} if the process has ended."""
+        """Read the process's next line as JSON. Returns None if it takes too long, {} if the process has ended."""
         assert self.process.stdout is not None
         end = time.monotonic() + seconds
         pipe = cast(IO[bytes], self.process.stdout)

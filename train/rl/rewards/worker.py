@@ -1,10 +1,12 @@
-"""The process that calls reward functions: ``pool.py`` starts this file, which needs only the standard library.
+"""The program of a worker process, which calls reward functions. ``pool.py`` starts it; it imports no project code.
 
-One JSON line in, one out. Line 1: {"path": [...], "functions": ["module:function", ...]}, answered by {"ready": true}
-or {"error": "..."}. Then {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}, answered by {"reward":
-1.0} or {"error": "..."}. What a function prints goes to the standard error stream.
+It reads JSON lines from standard input and answers each with one JSON line on standard output. The first line is
+{"path": [...], "functions": ["module:function", ...]}; the answer is {"ready": true} or {"error": "..."}. Each further
+line is {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}; the answer is {"reward": 1.0} or
+{"error": "..."}. Text that a reward function prints goes to standard error.
 
-These are two processes: the first only watches whether the trainer is alive, its child calls the functions.
+The program forks into two processes: the parent only watches whether the trainer is alive, and the child calls the
+functions.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ def main() -> None:
 
 
 def watch(trainer: int, child: int) -> None:
-    """Wait for the child to end. If the trainer is killed, and so cannot clean up itself, kill the process group,
-    because the child, or what it has started, may hang.
+    """Wait until the child process ends. If the trainer has died, kill the process group.
+
+    A killed trainer cannot end the worker itself, and the child or a process that it has started may hang.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0), os.dup2(null, 1)  # only the child keeps them, so that its end is noticed
+    os.dup2(null, 0), os.dup2(null, 1)  # close the pipes here, so that the trainer notices the child's end
     while not os.waitpid(child, os.WNOHANG)[0]:
         if os.getppid() != trainer:
             os.killpg(0, signal.SIGKILL)
@@ -46,7 +49,7 @@ def watch(trainer: int, child: int) -> None:
 
 
 def serve() -> None:
-    """Answer requests until there are no more."""
+    """Load the reward functions and answer requests until standard input ends."""
     own = os.getpid()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -55,7 +58,7 @@ def serve() -> None:
 
     def answer(**fields: Any) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a fork that a function let return: its answer would be taken for the next request's
+            os._exit(0)  # a process that the function forked; its answer must not reach the trainer
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
@@ -87,26 +90,26 @@ async def _awaited(reward: Any) -> Any:
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function named "package.module:function" or "path/to/file.py:function"."""
+    """Import the function that is named as "package.module:function" or "path/to/file.py:function"."""
     place, _, attribute = name.rpartition(":")
     if not place:
         raise ValueError(f"{name!r} must look like package.module:function or path/to/file.py:function")
     if place.endswith(".py"):
         place = os.path.expanduser(place)
         spec = importlib.util.spec_from_file_location(place, place)
-        assert spec is not None and spec.loader is not None, "the name ends in .py"
+        assert spec is not None and spec.loader is not None, "a name that ends in .py must have a loader"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
     function = getattr(module, attribute)
     if not callable(function):
-        raise TypeError(f"{name} is no function")
+        raise TypeError(f"{name} is not a function")
     return function
 
 
 def check_arguments(function: Callable[..., Any]) -> None:
-    """Raise TypeError if a reward function does not take the arguments it will be called with."""
+    """Raise TypeError if a reward function cannot be called with the arguments (record, answer, reasoning)."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
@@ -114,15 +117,19 @@ def check_arguments(function: Callable[..., Any]) -> None:
     try:
         signature.bind({}, "", "")
     except TypeError as error:
-        raise TypeError(f"it is called as (record, answer, reasoning), but {error}") from None
+        raise TypeError(f"a reward function is called with (record, answer, reasoning), but {error}") from None
 
 
 def number(reward: Any) -> float:
-    """A reward as a finite float: a number, or one number of NumPy or torch. Raises for anything else."""
+    """Convert a reward (a number, or a scalar of NumPy or torch) to a float.
+
+    Raises:
+        ValueError: the reward is not a finite number.
+    """
     if hasattr(reward, "item") and getattr(reward, "ndim", 0) == 0:
         reward = reward.item()
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward!r}, it must be a finite number")
+        raise ValueError(f"the reward is {reward!r}, but must be a finite number")
     return float(reward)
 
 

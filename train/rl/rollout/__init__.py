@@ -1,8 +1,8 @@
-"""Who generates responses. Imports ``train.distributed``, ``train.errors`` and ``model.generation``.
+"""Generates the responses for RL. It imports ``train.distributed``, ``train.errors`` and ``model.generation``.
 
-Read base.py. Each file imports only those before it:
+Read base.py first. Each file imports only those above it:
 
-    base       what a rollout is; generation in this process
-    servers    inference servers: which live, what they answer, loading weights
-    http       a rollout over servers
+    base       the interface of a rollout, and generation in this process
+    servers    connections to inference servers: retries, streams of tokens, loading of weights
+    http       generation on inference servers
 """

@@ -1,8 +1,8 @@
-"""Where responses come from: one interface for generation in this process and for inference servers (``http.py``).
+"""Rollouts generate responses: one interface for generation in this process and on inference servers (``http.py``).
 
-A rollout accepts requests at any time and works on all of them at once. The policy may change while responses are being
-written: ``update_weights`` interrupts them at the token they have reached, and they continue from there under the new
-policy, with the cache and the routing recorded so far. Every token carries the version of the policy that drew it.
+A rollout accepts requests at any time and works on all of them concurrently. The policy may change while responses are
+being written: ``update_weights`` interrupts them after their current token, and they continue from there with the new
+weights; the cache and the recorded routing are kept. For every token the version of the policy that drew it is stored.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ from model.generation import Generator, Request, Sample
 
 
 class Rollout(Protocol):
-    """What the trainer needs from a source of responses. Requests and samples: see ``model/generation.py``."""
+    """The interface of a rollout. ``model/generation.py`` defines requests and samples."""
 
     @property
     def in_flight(self) -> int:
         """Number of unfinished requests."""
 
     def submit(self, request: Request) -> int:
-        """Queue a request; returns the id of its sample."""
+        """Accept a request for a response. Returns the id of its sample."""
 
     def poll(self) -> list[Sample]:
-        """Samples that have finished since the last call, possibly none. The work, or the waiting for it, happens in
-        this call.
+        """Return the samples that have finished since the last call; the list may be empty.
+
+        Responses are generated during this call, or this call waits for the servers that generate them.
         """
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        """Interrupt running responses and let them continue under ``model``, whose tokens carry this version. Also
-        called before the first request. All processes call it together.
+        """Interrupt the running responses and continue them with the weights of ``model``.
+
+        Tokens drawn from now on are stored with this version. It is also called before the first request. All processes
+        call it together.
         """
 
     def apart(self) -> Rollout:
-        """Another rollout over the same policy, for requests that are not part of this one's state."""
+        """Return a second rollout with the same policy, for requests that checkpoints need not contain (evaluation)."""
 
     def notes(self) -> list[str]:
-        """Messages for the log since the last call."""
+        """Return the messages for the log that have come up since the last call."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue the unfinished requests: tensors and plain containers."""
+        """Return what is needed to continue the unfinished requests, as tensors and plain containers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``."""
+        """Restore the unfinished requests from the result of ``state_dict``."""
 
     def close(self) -> None:
-        """Release what runs outside this process."""
+        """Close connections and end threads; other processes such as servers stay as they are."""
 
 
 class LocalRollout:
-    """Generation in this process, with the model being trained: its weights are always current.
+    """Generates responses in this process with the model that is being trained, so the weights are always current.
 
-    precision: context of the model's forward passes, the same as in training.
+    precision: context manager for the model's forward passes (autocast), the same as in training.
     """
 
     def __init__(self, model: DeepseekV41, max_running: int, precision: Callable[[], AbstractContextManager]):
@@ -72,12 +75,12 @@ class LocalRollout:
         return self.generator.submit(request)
 
     def poll(self) -> list[Sample]:
-        """Draw one token for every running response."""
+        """Draw one token for every running response. Returns the samples that are finished."""
         with self.precision():
             return self.generator.step()
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        assert model is self.generator.model, "the generator reads the weights where they are trained"
+        assert model is self.generator.model, "LocalRollout can only generate with the model it was made for"
         self.generator.version = version
 
     def apart(self) -> LocalRollout:
@@ -97,21 +100,23 @@ class LocalRollout:
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:
-    """A finished sample as tensors and plain containers."""
+    """Convert a sample to tensors and plain containers, for a checkpoint."""
     request = {**asdict(sample.request), "prompt": list(sample.request.prompt), "stop": sorted(sample.request.stop)}
     return {**{name: value for name, value in vars(sample).items() if name != "request"}, "request": request}
 
 
 def unpack_sample(state: dict[str, Any]) -> Sample:
-    """The sample stored by ``pack_sample``."""
+    """Restore a sample from the result of ``pack_sample``."""
     plain = state["request"]
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
     return Sample(**{**state, "request": request})
 
 
 def routing_of(sample: Sample, layers: int, k: int) -> torch.Tensor:
-    """int16 [prompt + tokens, layers, k]: the experts at every position of a sample. -1 at the last token, which was
-    drawn but never read, and everywhere if no routing was recorded.
+    """Return the experts chosen at every position of a sample, int16 [prompt + tokens, layers, k].
+
+    At the last token they are -1, since it was drawn but never fed to the model. If no routing was recorded, all are
+    -1.
     """
     length = len(sample.request.prompt) + len(sample.tokens)
     routing = torch.full((length, layers, k), -1, dtype=torch.int16)

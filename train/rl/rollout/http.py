@@ -1,10 +1,10 @@
-"""Responses written by inference servers (vLLM, SGLang) while this process trains.
+"""Generates responses on inference servers (vLLM, SGLang) while this process trains.
 
-Every process sends its own requests to all servers and keeps the tokens as they arrive. All processes together write
-new weights as a checkpoint folder, which servers and processes must see under the same path; rank 0 tells the servers
-to load it. Before that, every process interrupts its requests; afterwards it asks for the rest, with the tokens so far
-appended to the prompt. An interrupted response continues at another server in the same way, and so does a resumed run,
-with the saved tokens. Servers drop a request whose connection is closed.
+Every process sends its own requests to all servers and stores the tokens as they arrive. When the weights change, all
+processes interrupt their requests by closing the connections. Together they write the new weights as a checkpoint
+folder, which servers and processes must see under the same path, and rank 0 tells the servers to load it. Then each
+process requests the rest of its responses, with the tokens so far appended to the prompt. In the same way a response
+continues on another server after a failure, and a resumed run continues the responses of its checkpoint.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from train.distributed.world import World
 from train.rl.rollout.base import pack_sample, unpack_sample
 from train.rl.rollout.servers import Failure, Server, ServerError, Servers
 
-POLL_SECONDS = 0.2  # how long a poll waits for a response to finish
-KEEP = 2  # versions of the weights: the served one and the one before
+POLL_SECONDS = 0.2  # longest time that `poll` waits for a response to finish
+KEEP = 2  # number of versions of the weights on disk: the served version and the previous one
 NAME = re.compile(r"version-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What answers are checked against: size of the vocabulary, and shape of a token's routing."""
+    """Sizes that the servers' answers are checked against: vocabulary size, layers, and experts per token."""
 
     vocabulary: int
     layers: int
@@ -48,10 +48,12 @@ class Limits:
 
 
 class HttpRollout:
-    """A ``Rollout`` over servers. It sends nothing before the first ``update_weights``.
+    """A ``Rollout`` that generates on inference servers. It sends no request before the first ``update_weights``.
 
-    folder: receives a checkpoint folder for every version; the newest two are kept. export: writes one; all processes
-    of ``world`` call it together, as they do ``update_weights``.
+    Args:
+        folder: directory for the checkpoint folders with new weights; the newest two are kept.
+        export: function that writes the weights as a checkpoint folder; all processes of ``world`` call it together.
+        limits: sizes that the servers' answers are checked against.
     """
 
     def __init__(
@@ -64,11 +66,9 @@ class HttpRollout:
     ):
         self.servers, self.world, self.folder, self.export, self.limits = servers, world, folder, export, limits
         self.version, self.next_id = 0, 0
-        self.samples: dict[int, Sample] = {}  # not yet returned by ``poll``
-        self._sending, self._first = False, True  # the first rollout over these servers closes them
-        self._tasks: dict[
-            int, asyncio.Task[None]
-        ] = {}  # belong to the servers' thread, as do the tokens of the samples
+        self.samples: dict[int, Sample] = {}  # samples that ``poll`` has not returned yet
+        self._sending, self._first = False, True  # only the first rollout, not those from `apart`, closes the servers
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # only the servers' thread uses these and the tokens of samples
         self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
 
     @property
@@ -86,10 +86,10 @@ class HttpRollout:
         return sample.id
 
     def poll(self) -> list[Sample]:
-        """Finished samples; waits a moment if there are none.
+        """Return finished samples. If there are none, wait up to ``POLL_SECONDS`` for one.
 
         Raises:
-            ServerError: no server is left, or one lacks something that is needed.
+            ServerError: no server is left, or a server does not support something that is needed.
         """
         found: list[Sample] = []
         with suppress(Empty):
@@ -97,7 +97,7 @@ class HttpRollout:
             while True:
                 if isinstance(ended, BaseException):
                     raise ended
-                if ended in self.samples:  # one that finished while being interrupted is named twice
+                if ended in self.samples:  # a sample may be queued twice if it finished while interrupted
                     found.append(self.samples.pop(ended))
                 ended = self._ended.get_nowait()
         return found
@@ -108,12 +108,14 @@ class HttpRollout:
         return found
 
     def update_weights(self, version: int, model: DeepseekV41) -> None:
-        """Write the weights, have the servers load them, continue what was running. All processes leave out servers
-        that fail to load them, and use again those that were left out before and succeed.
+        """Write the weights, make the servers load them, and continue the interrupted responses.
+
+        A server that fails to load the weights is no longer used by any process. A server that was left out before and
+        now loads the weights is used again.
 
         Raises:
             ServerError: no server has loaded the weights.
-            OSError: they could not be written.
+            OSError: the weights could not be written.
         """
         self.servers.run(self._break_off())
         path = (self.folder / f"version-{version:08d}").absolute()
@@ -142,7 +144,7 @@ class HttpRollout:
         async def packed() -> list[dict[str, Any]]:
             return copy.deepcopy([pack_sample(sample) for sample in self.samples.values()])
 
-        samples = self.servers.run(packed())  # between two tokens
+        samples = self.servers.run(packed())  # run in the servers' thread, so no token is added meanwhile
         return {"version": self.version, "next_id": self.next_id, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ class HttpRollout:
         self._tasks.clear()
 
     async def _write(self, sample: Sample) -> None:
-        """Have a sample written to its end, by one server after another if necessary."""
+        """Generate a sample to its end. If a server fails, another one continues."""
         try:
             failures, most = 0, (self.servers.config.retries + 1) * len(self.servers.servers)
             while sample.finish is None:
@@ -184,7 +186,8 @@ class HttpRollout:
                     failures = 0 if len(sample.tokens) > had else failures + 1
                     self.servers.failed(server, started, failure)
                     if failures > most:
-                        what = f"and the others write no token of one request, {failures} times in a row: {failure}"
+                        times = f"{failures} times in a row: {failure}"
+                        what = f"and the other servers failed to write a token of one request {times}"
                         raise self.servers.wrong(server, what) from failure
                 finally:
                     server.running -= 1
@@ -194,7 +197,7 @@ class HttpRollout:
         self._tasks.pop(sample.id, None)
 
     async def _continue(self, server: Server, sample: Sample) -> None:
-        """Take tokens from a server until the response finishes or is interrupted."""
+        """Receive tokens from a server until the response is finished or interrupted."""
         said = None
         body = completion(sample, self.servers.config.model, self.servers.config.routing)
         async with aclosing(self.servers.complete(server, body)) as events:
@@ -209,17 +212,22 @@ class HttpRollout:
             self._explain(server, sample, said)
         elif self.servers.config.routing and sample.routing is None:
             remedy = "Start SGLang with --enable-return-routed-experts, or use rl.rollout.routing=false"
-            raise self.servers.wrong(server, f"returns no routed experts. {remedy}")
+            raise self.servers.wrong(server, f"returns no routed experts, which routing replay needs. {remedy}")
 
     def _take(self, server: Server, sample: Sample, choice: Any) -> None:
-        """Add the tokens of one event. A sample finishes by the rules of its own request."""
+        """Check the tokens of one event and add them to the sample.
+
+        The sample is finished when its request says so (stop token or ``max_tokens``), whatever the server says.
+        """
         if not isinstance(choice, dict):
-            raise self.servers.wrong(server, f"sent a choice that is no object: {str(choice)[:200]}")
+            raise self.servers.wrong(server, f"sent a choice that is not a JSON object: {str(choice)[:200]}")
         tokens, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None and (choice.get("text") or log_probs):
-            raise self.servers.wrong(server, "returns no token ids: it must know return_token_ids. Use a newer version")
+            missing = "returns no token ids, because it does not support return_token_ids. Use a newer version"
+            raise self.servers.wrong(server, missing)
         if tokens and not log_probs:
-            raise self.servers.wrong(server, "returns no log-probabilities of its tokens: it must know logprobs=0")
+            missing = "returns no log-probabilities of its tokens. It must support the request field logprobs=0"
+            raise self.servers.wrong(server, missing)
         tokens, log_probs = tokens or [], log_probs or []
         if len(tokens) != len(log_probs):
             counts = f"{len(tokens)} token ids with {len(log_probs)} log-probabilities"
@@ -227,12 +235,13 @@ class HttpRollout:
         for token, log_prob in zip(tokens, log_probs, strict=True):
             if type(token) is not int or not 0 <= token < self.limits.vocabulary:
                 allowed = f"0..{self.limits.vocabulary - 1}"
-                raise self.servers.wrong(server, f"returns token id {token!r}, allowed are {allowed}")
+                raise self.servers.wrong(server, f"returns token id {token!r}, but the vocabulary has {allowed}")
             if type(log_prob) not in (int, float) or not math.isfinite(log_prob) or log_prob > 1e-3:
-                raise self.servers.wrong(server, f"returns {log_prob!r} as the log-probability of a token")
+                raise self.servers.wrong(server, f"returns the invalid log-probability {log_prob!r} for a token")
             if sample.finish:
                 rule = "a stop token" if sample.finish == "stop" else "max_tokens"
-                raise self.servers.wrong(server, f"goes on after {rule}: it must know stop_token_ids and max_tokens")
+                needs = "It must support stop_token_ids and max_tokens"
+                raise self.servers.wrong(server, f"continues a response after {rule}. {needs}")
             sample.tokens.append(token)
             sample.log_probs.append(float(log_prob))
             sample.versions.append(self.version)
@@ -244,35 +253,39 @@ class HttpRollout:
             self.servers.answered(server)
 
     def _explain(self, server: Server, sample: Sample, said: str | None) -> None:
-        """Raise with the reason why a stream ended before its sample was finished."""
+        """Raise an error that says why the stream of tokens ended before the sample was finished."""
         if said == "length":
             length = len(sample.request.prompt) + len(sample.tokens)
             raise self.servers.wrong(
                 server,
-                f"ended a response at {length} tokens with its prompt, before max_tokens: its context is too short. "
-                "Start it with a longer one, or lower rl.max_tokens",
+                f"ended a response before max_tokens, at {length} tokens with its prompt: its context length is too "
+                "short. Start the server with a longer context, or lower rl.max_tokens",
             )
         if said == "stop":
             stop, last = sorted(sample.request.stop), sample.tokens[-1:]
-            raise self.servers.wrong(server, f"stopped behind token {last}; the stop tokens of the request are {stop}")
-        raise Failure(f"the response was given up by the server (finish_reason {said!r})")
+            raise self.servers.wrong(server, f"stopped after token {last}; the stop tokens of the request are {stop}")
+        raise Failure(f"the server ended the response early (finish_reason {said!r})")
 
     def _routing(self, server: Server, sample: Sample, routed: Any) -> torch.Tensor:
-        """int16 [prompt + tokens - 1, layers, k] from base64 int32. It covers the last request: what earlier policies
-        had written was read again by this one.
+        """Decode the experts that a server returns as base64 int32. Returns int16 [prompt + tokens - 1, layers, k].
+
+        They cover all positions, including tokens written under earlier weights, since the last request processed the
+        whole prompt and all tokens so far again.
         """
         positions = len(sample.request.prompt) + len(sample.tokens) - 1
         shape = (positions, self.limits.layers, self.limits.experts_per_token)
         try:
             experts = np.frombuffer(base64.b64decode(routed, validate=True), dtype="<i4").reshape(shape)
         except (TypeError, ValueError, binascii.Error) as error:
-            raise self.servers.wrong(server, f"returns routed experts that are not {list(shape)}: {error}") from None
+            raise self.servers.wrong(server, f"returns routed experts without shape {list(shape)}: {error}") from None
         return torch.from_numpy(experts.astype(np.int16))
 
 
 def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, Any]:
-    """The request for the rest of a sample. A continued sample uses another seed, because a server that counts its
-    draws from the start of a request would repeat them.
+    """Make the body of the request for the rest of a sample.
+
+    The continuation of a sample gets a different seed, because a server that starts its random numbers anew with each
+    request would draw the same ones again.
     """
     request, done = sample.request, len(sample.tokens)
     place = len(request.prompt) + done
@@ -283,12 +296,12 @@ def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, An
         "max_tokens": request.max_tokens - done,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "top_k": -1,  # these three override what a server may read from generation_config.json
+        "top_k": -1,  # these three override a server's generation_config.json
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "seed": int(uniform(request.seed, place) * 2**53) if done else request.seed,
         "stop_token_ids": sorted(request.stop),
-        "logprobs": 0,  # of the drawn token only
+        "logprobs": 0,  # log-probability of the drawn token only
         "return_token_ids": True,
         "stream": True,
     }

@@ -1,9 +1,9 @@
-"""Inference servers as a rollout needs them: completions as streams of tokens, and weights loaded from a folder.
+"""Connections to inference servers: streams of tokens, and requests to load new weights from a folder.
 
-The servers speak the OpenAI completions API with what vLLM and SGLang add to it: token ids as prompts and in answers.
-Transient failures (no connection, silence, a broken connection, 408, 425, 429, 5xx) are retried, here or at another
-server. A server that fails too often in a row is left out until it has loaded the next weights. Permanent errors (any
-other status, a malformed answer) end the run with a message.
+The servers use the OpenAI completions API with the extensions of vLLM and SGLang: prompts and answers are token ids.
+Transient failures (no connection, a timeout, a broken connection, status 408, 425, 429 or 5xx) are retried, on the same
+server or on another one. A server that fails too many times in a row is not used until it has loaded the next weights.
+Permanent errors (any other status, or a malformed answer) end the run with a message.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from train.config.rollout import ServersConfig
 from train.errors import InputError
 
 PASSING = (408, 425, 429)  # transient, like 5xx: the same request may succeed later
-LONGEST_WAIT = 60.0  # seconds: the longest wait between attempts, also if a server asks for more
+LONGEST_WAIT = 60.0  # longest wait between attempts in seconds, even if a server asks for a longer one
 
 
 class ServerError(InputError):
-    """No server can answer, or one lacks something that is needed."""
+    """No inference server can be used, or a server does not support something that is needed."""
 
 
 class Failure(Exception):
-    """A transient failure of one attempt. after: seconds that the server asks to wait."""
+    """A transient failure of one request, which may be retried. after: seconds that the server asks to wait."""
 
     def __init__(self, reason: str, after: float = 0.0):
         super().__init__(reason)
@@ -42,10 +42,13 @@ class Failure(Exception):
 
 
 class Server:
-    """What is known about one server.
+    """The state of one inference server, as this process knows it.
 
-    alive: it answers and has the current weights. noted: the log already says that it does not. running: requests it
-    works on. failures: how many in a row, with the last reason and the time from which it may be asked again.
+    - alive: the server answers and has the current weights;
+    - noted: the log already says that the server is not alive;
+    - running: number of requests that it works on;
+    - failures: number of failures in a row; failed_at: time of the last one; reason: its message;
+    - ready_at: time from which the server may be sent requests again.
     """
 
     def __init__(self, url: str):
@@ -55,8 +58,9 @@ class Server:
 
 
 class Servers:
-    """The servers as this process sees them. Everything that waits for them runs in a separate thread: ``start`` or
-    ``run`` a coroutine there. All other methods belong to that thread.
+    """All inference servers, as this process knows them. Requests to them run in a separate thread.
+
+    ``start`` and ``run`` execute a coroutine in that thread. All other methods may only be called in that thread.
     """
 
     def __init__(self, config: ServersConfig):
@@ -76,7 +80,7 @@ class Servers:
         return self.start(coroutine).result()
 
     def close(self) -> None:
-        """End the thread and all connections."""
+        """Close all connections and end the thread."""
         self.run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -84,7 +88,7 @@ class Servers:
 
     async def _open(self) -> httpx2.AsyncClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # One connection for each answer: the server could close a kept one just when it is used again.
+        # Each request uses a new connection: a server might close a kept one just when it is used again.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = self._timeout(self.config.silence_seconds)
         return httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
@@ -100,7 +104,11 @@ class Servers:
         await self._client.aclose()
 
     async def pick(self) -> Server:
-        """The least busy server, as soon as one may be asked. Raises ``ServerError`` if none is left."""
+        """Return the server with the fewest running requests, after waiting until one may be used.
+
+        Raises:
+            ServerError: no server is left.
+        """
         while True:
             alive = [server for server in self.servers if server.alive]
             if not alive:
@@ -113,11 +121,14 @@ class Servers:
 
     def nobody(self) -> ServerError:
         lines = "".join(f"\n  - {server.url}: {server.reason}" for server in self.servers)
-        remedy = "Mend them and run the same command to continue."
+        remedy = "Repair or restart them, then run the same command to continue."
         return ServerError(f"rl.rollout.urls: no server is left:{lines}\n{remedy}")
 
     def failed(self, server: Server, started: float, failure: Failure) -> None:
-        """Record a failed attempt that began at ``started``; leave the server out if it was one too many."""
+        """Record a failed request that began at ``started``.
+
+        After too many failures in a row the server is left out.
+        """
         if started < server.failed_at:  # requests at one server fail together; this failure is already counted
             return
         server.failures, server.failed_at = server.failures + 1, time.monotonic()
@@ -137,17 +148,17 @@ class Servers:
         server.noted = True
 
     def take_back(self, server: Server) -> None:
-        """The server has the current weights again."""
+        """Use a server again, because it has loaded the current weights."""
         if server.noted:
             self.notes.append(f"server {server.url} is back")
         server.alive, server.noted, server.failures, server.ready_at = True, False, 0, 0.0
 
     async def complete(self, server: Server, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a streamed completion.
+        """Request a completion and yield the events of the streamed answer.
 
         Raises:
-            Failure: it could not be obtained, or was interrupted.
-            ServerError: it was refused, or the answer is not such a stream.
+            Failure: the request failed or the stream was interrupted; it may be retried.
+            ServerError: the server refused the request, or its answer is not a stream of events.
         """
         url = f"{server.url}/v1/completions"
         with self._attempt():
@@ -166,11 +177,11 @@ class Servers:
         raise Failure("the connection ended in the middle of a response")
 
     def wrong(self, server: Server, what: str) -> ServerError:
-        """An error that says what a server does wrong."""
+        """Return an error that names the server and says what it does wrong."""
         return ServerError(f"server {server.url} {self._clean(what)}")
 
     async def load(self, folder: Path, version: int) -> dict[str, str | None]:
-        """Have all servers load the weights in ``folder``, including those left out; returns the errors by URL."""
+        """Make all servers, also those left out, load the weights in ``folder``. Returns an error or None by URL."""
         results = await asyncio.gather(*(self._load(server, folder, version) for server in self.servers))
         return {server.url: result for server, result in zip(self.servers, results, strict=True)}
 
@@ -186,13 +197,14 @@ class Servers:
                 reason = str(failure)
             if attempt < attempts:
                 await asyncio.sleep(min(self.config.backoff_seconds * 2**attempt, LONGEST_WAIT))
-        return f"could not load weights: {reason}"
+        return f"the server could not load the weights: {reason}"
 
     async def _load_once(self, server: Server, folder: Path, version: int) -> None:
         for call in self.config.update:
             answer = await self._asked(server, "POST", call.path, json=_filled(call.body, folder, version))
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise self.wrong(server, f"did not do {call.path}: {str(answer.get('message', answer))[:500]}")
+                said = str(answer.get("message", answer))[:500]
+                raise self.wrong(server, f"reported that the request {call.path} failed: {said}")
         if self.config.version is None:
             return
         answer = await self._asked(server, "GET", self.config.version)
@@ -202,7 +214,7 @@ class Servers:
             raise self.wrong(server, f"{rule} (weight_version at {self.config.version})")
 
     async def _asked(self, server: Server, method: str, path: str, **options: Any) -> Any:
-        """The JSON of a complete answer; None if it is not JSON."""
+        """Send a request and return the JSON of its whole answer, or None if the answer is not JSON."""
         options["timeout"] = self._timeout(self.config.update_seconds)
         with self._attempt():
             async with self._client.stream(method, server.url + path, **options) as response:
@@ -215,16 +227,16 @@ class Servers:
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Around a request: turns network errors into a ``Failure``."""
+        """Context for a request: turns network errors into a ``Failure``."""
         try:
             yield
         except httpx2.TimeoutException as error:
-            raise Failure("no answer in time") from error
+            raise Failure("the server did not answer in time") from error
         except httpx2.HTTPError as error:
             raise Failure(self._clean(f"{type(error).__name__}: {error}")) from error
 
     async def _check(self, server: Server, response: httpx2.Response) -> None:
-        """Raise the error for a status other than 200."""
+        """Raise an error if the HTTP status of a response is not 200."""
         status = response.status_code
         if status == 200:
             return
@@ -233,19 +245,19 @@ class Servers:
         self._refuse(server, status, said, _seconds(response.headers.get("Retry-After")))
 
     def _event(self, server: Server, data: bytes) -> dict[str, Any]:
-        """The decoded event. Raises for an error that the server reports inside the stream, after status 200."""
+        """Decode an event of a stream. Raises an error if the event reports one, which may happen after status 200."""
         try:
             event = json.loads(data)
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise self.wrong(server, f"sent an event that is no JSON object: {data[:200]!r}")
+            raise self.wrong(server, f"sent an event that is not a JSON object: {data[:200]!r}")
         error = event.get("error")
         if error is None and event.get("object") == "error":
             error = event
         if error is not None:
             code = error.get("code") if isinstance(error, dict) else None
-            said = f"an error instead of tokens: {json.dumps(error)[:500]}"
+            said = f"it sent an error instead of tokens: {json.dumps(error)[:500]}"
             self._refuse(server, code if isinstance(code, int) else 500, said, 0.0)
         return event
 
@@ -253,19 +265,19 @@ class Servers:
         if status in PASSING or status >= 500:
             raise Failure(self._clean(said), after)
         remedy = {
-            401: ". Name the variable with its API key in rl.rollout.key_variable",
-            403: ". Name the variable with its API key in rl.rollout.key_variable",
-            404: ". Does it serve rl.rollout.model, and know this path?",
+            401: ". Set rl.rollout.key_variable to the environment variable that contains its API key",
+            403: ". Set rl.rollout.key_variable to the environment variable that contains its API key",
+            404: ". Check that it serves rl.rollout.model and supports this path",
         }.get(status, "")
-        raise self.wrong(server, f"refuses: {said}{remedy}")
+        raise self.wrong(server, f"refuses the request: {said}{remedy}")
 
     def _clean(self, text: str) -> str:
-        """The text without the key, which a server may repeat."""
+        """Replace the API key in a message, since a server may repeat it, by asterisks."""
         return text.replace(self._key, "***") if self._key else text
 
 
 async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Complete lines of any length, without line ends."""
+    """Split a stream of byte blocks into complete lines of any length, without line ends."""
     parts: list[bytes] = []
     async for block in blocks:
         first, *others = block.split(b"\n")
@@ -276,7 +288,7 @@ async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _filled(value: Any, folder: Path, version: int) -> Any:
-    """``value`` with its placeholders replaced."""
+    """Replace the placeholders ``{folder}`` and ``{version}`` in all texts of a request body."""
     if isinstance(value, dict):
         return {key: _filled(item, folder, version) for key, item in value.items()}
     if isinstance(value, list):
@@ -287,7 +299,7 @@ def _filled(value: Any, folder: Path, version: int) -> Any:
 
 
 def _seconds(text: str | None) -> float:
-    """A Retry-After in seconds; a date counts as 0."""
+    """Convert a Retry-After header to seconds; a date counts as 0."""
     try:
         return max(float(text), 0.0) if text else 0.0
     except ValueError:
