@@ -116,7 +116,7 @@ def test_settings_of_the_other_task_are_refused(make_distill, make_rl, teachers,
     tokenizer["normalizer"] = {"type": "NFC"}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = make_distill([other])
-    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*is not the policy's"):
+    with pytest.raises(ConfigError, match=r"rl.tasks\[0\].teacher = .*differs from the tokenizer of the policy"):
         rl.make_policy(build(config), None, None)
     wider = shutil.copytree(checkpoint_folder, tmp_path / "wider")
     released = json.loads((wider / "config.json").read_text())
