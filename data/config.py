@@ -61,7 +61,7 @@ SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
 
 
 # The settings that are the same for all sources of a mixture.
-SHARED = ("mixture", "tokenizer", "vocab_size", "cache_dir", "on_error", "shuffle")
+SHARED = ("mixture", "tokenizer", "vocab_size", "cache_dir", "on_error", "shuffle", "answers")
 
 
 @dataclass
@@ -99,6 +99,8 @@ class DataConfig:
             `data` that differ for it. The weights are relative: with 7 and 1, seven of eight tokens come from the first
             source.
         validation_rows: maximum number of held-out packed rows to evaluate; 0 means all.
+        answers: the answers of conversations that are trained on: `given` (those of the data), or `own`
+            (`task=dspark`: generated anew by the drafter's backbone, once, into `cache_dir`).
     """
 
     source: str = "stdlib"
@@ -119,6 +121,7 @@ class DataConfig:
     shuffle: bool = True
     window_tokens: int = 4_194_304
     validation_rows: int = 0
+    answers: str = "given"
     mixture: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def parts(self) -> dict[str, DataConfig]:
@@ -146,6 +149,8 @@ class DataConfig:
         read.
         """
         if self.mixture:
+            if self.answers != "given":
+                return [f"data.answers={self.answers!r}: must be given with data.mixture; use one source"]
             return [text for name, given in self.mixture.items() for text in self._mixture_problems(name, given)]
         kind = SOURCES.get(self.source, SourceKind(""))
         formats = ("auto", *_formats(kind))
@@ -169,6 +174,13 @@ class DataConfig:
             (self.validation_rows >= 0, "validation_rows", self.validation_rows, "must be 0 (all) or positive"),
             (self.format in formats, "format", self.format, f"must be one of {', '.join(formats)}"),
             (self.field != "", "field", self.field, "must name the column that holds the text"),
+            (self.answers in ("given", "own"), "answers", self.answers, "must be given or own"),
+            (
+                self.answers != "own" or (kind.conversations and not self.streaming),
+                "answers",
+                self.answers,
+                "needs conversations that are not streamed: source=chat, streaming=false",
+            ),
         ]
         return [f"data.{key}={value!r}: {rule}" for ok, key, value, rule in checks + self._source_checks() if not ok]
 

@@ -23,6 +23,7 @@ from model.engram import build_token_map
 from model.packed import held_bytes
 from model.parallel.ranks import RankGroup
 from optim import Optimizer, ParameterPlacement, assign
+from train.answers import own_answers
 from train.checkpoint import run_state
 from train.checkpoint.background import Background
 from train.checkpoint.init_from import find_pretrained, frozen_packing, holds_drafter, load_pretrained_weights
@@ -159,7 +160,9 @@ def build(config: Config, world: World | None = None) -> Run:
     model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
     if config.init_from is not None and token_map is not None:
         check_engram(config.init_from, given, model_config)
-    train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
+    own = config.data.answers == "own"
+    if not own:  # read before the model is made, which takes longer to fail
+        train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
     model: Any = make_model(config, model_config, token_map, world)
     if config.checkpoint.export == "released":
         check_packable(model)
@@ -168,6 +171,10 @@ def build(config: Config, world: World | None = None) -> Run:
     if config.dspark is not None:
         model, added = give_drafter(config, model)
         notes += added
+    if own:
+        answered, added = with_own_answers(config, model, tokenizer, world)
+        notes += added
+        train_batches, valid_batches = open_data(answered, world, tokenizer, model_config, notes)
     model.eval()  # train_step switches to training mode and back
     freeze(config, model)
     optimizer = build_optimizer(config, model_config, model, world)
@@ -321,6 +328,16 @@ def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[s
     if config.dspark.drafter is None and holds_drafter(origin):
         return load_drafter(origin, backbone), [*notes, f"drafter: its training continues from {origin}"]
     return build_drafter(backbone, config.seed), [*notes, "drafter: new"]
+
+
+def with_own_answers(config: Config, drafter: Drafter, tokenizer: Tokenizer, world: World) -> tuple[Config, list[str]]:
+    """The configuration with the model's own answers as its data, and lines for the log; see ``train/answers.py``. A
+    drafter that is trained further makes the generation faster; a new one would not.
+    """
+    origin = find_pretrained(config.initial_checkpoint).folder
+    trained = config.dspark is not None and config.dspark.drafter is None and holds_drafter(origin)
+    data, notes = own_answers(config, drafter.backbone, drafter if trained else None, tokenizer, origin, world)
+    return dataclasses.replace(config, data=data), notes
 
 
 def whole_size(parameter: torch.Tensor) -> int:

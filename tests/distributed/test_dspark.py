@@ -77,3 +77,28 @@ def test_two_processes_are_one(corpus: Path, tmp_path: Path) -> None:
     assert export.keys() == alone.keys()
     for name, tensor in alone.items():
         assert (export[name] - tensor).abs().max() <= 3e-4 * max(1.0, tensor.abs().max().item()), name
+
+
+def test_two_processes_share_the_generation_of_own_answers(corpus: Path, tmp_path: Path) -> None:
+    """``data.answers=own``: the files that one process writes, and the same first step."""
+    common = settings(corpus, tmp_path)
+    base = parsed([*common, "model=tiny", "name=base", "task.tokens=300"])
+    pretrain.run(base)
+    talks = [[{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a"}] for n in range(20)]
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (tmp_path / "chats.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    mine = [text for text in common if not text.startswith(("data.source", "data.paths", "data.valid", "data.cache"))]
+    mine += ["task=dspark", "data=chat", f"data.paths=[{tmp_path}/chats.jsonl]", "data.validation_share=0.3"]
+    mine += ["data.answers=own", "dspark.answer_tokens=5", "dspark.answer_temperature=0.0", "task.tokens=100"]
+    mine += [f"init_from={base.run_dir}/export", f"dspark.drafter={SHAPE}", "dspark.tokens_per_anchor=1"]
+    dspark.run(parsed([*mine, "name=alone", f"data.cache_dir={tmp_path}/one"]))
+    command = ["-m", "train", *mine, "parallel.world_size=2", "name=both", f"data.cache_dir={tmp_path}/two"]
+    with Group(2, command, tmp_path / "logs") as group:
+        for rank, ended in enumerate(group.finish()):
+            assert ended.code == 0, f"rank {rank}:\n{ended.output}"
+    (one,), (two,) = ((tmp_path / name).glob("answers-*") for name in ("one", "two"))
+    assert one.name == two.name and len(list(two.glob("train.part-*"))) == 2
+    assert all((one / name).read_text() == (two / name).read_text() for name in ("train.jsonl", "held-out.jsonl"))
+    alone, both = (records(tmp_path / name) for name in ("alone", "both"))
+    for name in MEASURED:
+        assert both[1][name] == pytest.approx(alone[1][name], rel=1e-3), name

@@ -35,6 +35,11 @@ class DsparkConfig:
     l1: NonNegativeFloat  # weight of the L1 distance between the drafter's and the backbone's token distribution
     confidence: NonNegativeFloat  # weight of the loss of the confidence head, which predicts acceptance
     detach_confidence: bool  # let the confidence loss train only the confidence head, not the rest of the drafter
+    # With data.answers=own: the most tokens of a generated answer, the temperature of its draws, and how many answers a
+    # process generates at once.
+    answer_tokens: PositiveInt
+    answer_temperature: NonNegativeFloat
+    answer_batch: PositiveInt
 
     @property
     def objective(self) -> DraftObjective:

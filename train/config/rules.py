@@ -42,6 +42,9 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
         rule = f"task={config.task.kind} starts from a checkpoint"
         remedy = "Give a checkpoint folder or a run directory: init_from=..."
         yield {"init_from"}, problem("init_from", None, rule, remedy)
+    if config.data.answers == "own" and config.task.kind != "dspark":
+        rule, remedy = "is for the training of drafters, task=dspark", "Leave it out"
+        yield {"data.answers", "task.kind"}, problem("data.answers", "own", rule, remedy)
     yield from _rl_rules(config)
     yield from _dspark_rules(config)
     yield from _plan_rules(config)
@@ -127,6 +130,12 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.lora.on:
         rule = "task=dspark trains a drafter and keeps the backbone frozen, so it cannot train LoRA"
         yield {"lora.targets"}, problem("lora.targets", config.lora.targets, rule, "Leave lora out")
+    for key in ("expert_parallel", "table_shards"):
+        if getattr(config.parallel, key) > 1 and config.data.answers == "own":
+            rule = "a process that generates answers (data.answers = own) must hold the whole model"
+            remedy = "Use 1, or let task=generate or servers write the answers, and train on these conversations"
+            value = getattr(config.parallel, key)
+            yield {f"parallel.{key}", "data.answers"}, problem(f"parallel.{key}", value, rule, remedy)
     if config.task.sample_tokens:
         rule, remedy = "has no effect with task=dspark, which writes no sample text", "Leave task.sample_tokens out"
         yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)

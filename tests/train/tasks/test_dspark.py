@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model import Request, Sample, build_drafter, convert_checkpoint, load_drafter, load_pretrained
+from model import Request, Sample, build_drafter, convert_checkpoint, load_drafter, load_pretrained, save_pretrained
 from model.generation import generate
 from model.packed import holds_packed
 from tests.model.tiny import no_rounding  # noqa: F401
+from tests.train.tasks.test_sft import write_chats
 from tests.train.test_resume import numbers
+from tests.train.test_vision import DIGITS
 from train import loop
 from train.build import build
 from train.checkpoint.init_from import find_pretrained
@@ -204,6 +206,60 @@ def test_terms_of_the_loss_can_be_left_out(make) -> None:
     before = {n: p.clone() for n, p in build(make()).model.named_parameters()}
     head = "mtp.1.confidence_head.proj.weight"
     assert torch.equal(before[head], dict(run.model.named_parameters())[head])
+
+
+# --- conversations and images
+
+
+def test_on_conversations_drafts_begin_in_answers(make, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path, 60)
+    data = (
+        "data=chat",
+        "data.source=chat",
+        f"data.paths=[{chats}]",
+        "data.validation_paths=[]",
+        "data.validation_share=0.2",
+    )
+    config = make(*data, "task.tokens=3000", "dspark.tokens_per_anchor=1", "optim.schedule.peak=1.0e-2")
+    run = build(config)
+    batch = with_anchors(next(iter(run.train_batches)), 0, 0, 1)
+    rows, at = (batch["anchors"] >= 0).nonzero(as_tuple=True)
+    labels = batch["labels"][rows, batch["anchors"][rows, at]]
+    assert len(labels) > 20 and (labels >= 0).all() and (batch["labels"] < 0).any()
+    dspark.run(config)
+    first, last = (record for record in numbers(config.run_dir) if record["kind"] == "valid")
+    assert last["loss"] < 0.9 * first["loss"] and last["tau"] > first["tau"]
+
+
+@pytest.mark.slow
+def test_on_images(compose_raw, overrides, tmp_path: Path) -> None:
+    """Behind an image as in text: the drafter learns, the backbone's tower stays, and a resumed run is the same."""
+    kept = [text for text in overrides if not text.startswith(("model=", "task.sample", "data.paths", "data.valid"))]
+    base = build(parse(compose_raw(*kept, f"output={tmp_path}", *DIGITS)))
+    save_pretrained(base.model, tmp_path / "base", base.tokenizer)
+    keys = ["task=dspark", "data.source=digits", f"init_from={tmp_path}/base", f"output={tmp_path}"]
+    shape = SHAPE.replace("[2, 4, 5]", "[2, 4]")
+    keys += [f"dspark.drafter={shape}", "dspark.tokens_per_anchor=1", "optim.schedule.peak=1.0e-2"]
+
+    def configured(*changes: str):
+        return parse(compose_raw(*kept, *keys, "task.seq_len=128", *changes))
+
+    whole = configured("name=whole", "task.tokens=4000", "checkpoint.export=plain")
+    assert any("pixel_values" in batch for batch in build(whole).valid_batches)
+    dspark.run(whole)
+    before, after = stored(tmp_path / "base"), stored(whole.run_dir / "export")
+    assert any(name.startswith("vision.") for name in before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    first, last = (record for record in numbers(whole.run_dir) if record["kind"] == "valid")
+    assert last["loss"] < 0.95 * first["loss"] and last["tau"] > first["tau"]
+    assert set(last["expert_load"]) == {"text"}, "drafts are text"
+    dspark.run(configured("name=parts", "task.tokens=1500"))
+    config = configured("name=parts", "task.tokens=4000")
+    stopped = numbers(config.run_dir)[-1]["step"]
+    dspark.run(config)
+    assert [r for r in numbers(config.run_dir) if (r["kind"], r["step"]) != ("valid", stopped)] == numbers(
+        whole.run_dir
+    )
 
 
 # --- anchors
