@@ -8,6 +8,8 @@ set +x # a trace would show the W&B key
 : "${NARROWS_VENV:=$PWD/.venv}"   # what `make install` made; every node must see it under this path
 # --- requeueing
 : "${NARROWS_MAX_REQUEUES:=100}"  # times that a job may put itself back into the queue
+: "${NARROWS_MAX_FAILURES:=3}"    # of them in a row because a rank was lost; a start that saves its state begins the count anew
+: "${NARROWS_STATE_DIR:=$PWD/.slurm}"  # for small files of a job; all nodes must see it under this path
 # --- health check
 : "${NARROWS_GPUS_PER_NODE:=}"    # expected of nvidia-smi; empty: as many as Slurm gave to the job, 0: a job without GPUs
 : "${NARROWS_HEALTH_DIRS:=$PWD ${TMPDIR:-/tmp}}"  # must be writable and have room; separated by blanks

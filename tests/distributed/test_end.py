@@ -74,17 +74,21 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
                 assert ours[key] == pytest.approx(theirs[key], rel=limit), f"{key} of step {ours['step']}"
 
 
-def test_the_end_of_rank_0_is_told_by_another(corpus: Path) -> None:
+def test_the_end_of_rank_0_is_told_by_another(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NARROWS_FAULT_FILE", str(tmp_path / "fault"))
     with start(corpus, "headless", 2, "ep2", at=("2", "SIGKILL:0")) as group:
         _, second = group.finish()
     assert second.code == 4
     name = f"rank 0 (process {group.processes[0].pid} on {socket.gethostname()})"
     (said,) = re.findall("error: (.*)", second.output)
     assert said in (message(f"{name} is gone"), message(f"{name} no longer answers"))  # whichever is noticed first
+    assert not (tmp_path / "fault").exists(), "a lost rank is no fault that would come again"
 
 
-def test_the_wrong_number_of_processes_is_refused_once(corpus: Path) -> None:
+def test_the_wrong_number_of_processes_is_refused_once(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NARROWS_FAULT_FILE", str(tmp_path / "fault"))
     with start(corpus, "refused", 2, "ep4", "--local_rank=0") as group:  # which DeepSpeed's launcher adds
         first, second = group.finish()
     assert (first.code, second.code) == (2, 2) and not second.output
     assert "parallel.world_size = 4: 2 processes were started. Start that number (torchrun" in first.output
+    assert set((tmp_path / "fault").read_text().split()) == {"2"}

@@ -85,6 +85,7 @@ def cluster(tmp_path: Path) -> Cluster:
             "STUB_NODES": "localhost,node2,node3",
             "NARROWS_HEALTH_DIRS": str(tmp_path),
             "NARROWS_MIN_FREE_GIB": "0",
+            "NARROWS_STATE_DIR": str(tmp_path / "state"),
             "NARROWS_HEALTH_TIMEOUT_S": "300",
             "OMP_NUM_THREADS": "1",
         },

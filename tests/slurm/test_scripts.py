@@ -171,11 +171,49 @@ def test_a_failed_run_is_not_requeued(cluster, code: int) -> None:
     assert result.code == code and result.state["JobState"] == "FAILED" and "requeueing" not in result.log
 
 
-def test_one_failed_rank_ends_the_others(cluster) -> None:
-    cluster.python(FIRST_START + "if ((rank)); then kill -9 $$; fi\nexec sleep 600\n")
+@pytest.mark.parametrize("end", ["kill -9 $$", "exit 4", "kill -6 $$"])
+def test_a_job_that_lost_a_rank_is_requeued(cluster, end: str) -> None:
+    """One rank ends, srun ends the other, and the job continues on its next start. The log names the reason."""
+    cluster.python(FIRST_START + f"if ((rank)); then {end}; fi\nexec sleep 600\n")
     result = cluster.submit()
-    assert result.code in (137, 143) and result.state["JobState"] == "FAILED" and "requeueing" not in result.log
-    assert f"ended with exit code {result.code}: signal {result.code - 128} ended a rank" in result.log
+    assert result.code == 0 and "1: resumed" in result.log, result.log
+    assert "failure 1 of at most 3 in a row" in result.log and "requeueing" in result.log
+    assert ("a rank was lost" if end == "exit 4" else "ended a rank") in result.log or "signal 15" in result.log
+    assert not list((cluster.directory / "state").iterdir()), "nothing is left when the job is complete"
+
+
+def test_a_job_that_always_loses_a_rank_ends(cluster) -> None:
+    cluster.python('echo "start $start"; if ((rank)); then kill -9 $$; fi\nexec sleep 600\n')
+    result = cluster.submit(NARROWS_MAX_FAILURES="2")
+    assert result.code in (137, 143) and result.state["JobState"] == "FAILED"
+    assert "0: start 2" in result.log and "start 3 " not in result.log
+    assert "not requeued: NARROWS_MAX_FAILURES=2 is reached" in result.log
+    assert "start 0 on localhost node2: exit code" in result.log, "every failure is listed at the end"
+
+
+def test_a_saved_state_begins_the_count_of_failures_anew(cluster) -> None:
+    """Starts 0 and 2 lose a rank, start 1 saves its state: never two failures in a row."""
+    cluster.python(
+        "trap '' TERM USR1\n"
+        "if ((start == 3)); then exit 0; fi\n"
+        'touch "$STUB_DIR/$start.$rank"\n'
+        "until [[ -e $STUB_DIR/$start.0 && -e $STUB_DIR/$start.1 ]]; do sleep 0.05; done\n"
+        "if ((start == 1)); then exit 75; fi\n"
+        "exit 4\n"
+    )
+    result = cluster.submit(NARROWS_MAX_FAILURES="1")
+    assert result.code == 0 and result.log.count("failure 1 of at most 1 in a row") == 2, result.log
+
+
+def test_a_fault_of_one_rank_is_not_requeued_though_others_miss_it(cluster) -> None:
+    """The job ends with the exit code of the fault, not with the larger one of the ranks that it was lost to."""
+    cluster.python(
+        "trap '' TERM\n"
+        'if ((rank)); then echo 2 >>"$NARROWS_FAULT_FILE"; exit 2; fi\n'
+        "until [[ -s $NARROWS_FAULT_FILE ]]; do sleep 0.05; done; exit 4\n"
+    )
+    result = cluster.submit()
+    assert result.code == 2 and "ended with exit code 2" in result.log and "requeueing" not in result.log, result.log
 
 
 def test_requeueing_has_an_end(cluster) -> None:

@@ -14,6 +14,8 @@ from train.config.problems import ConfigError
 # Environment variables that each launcher sets: rank, number of processes, rank on this host.
 LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
+FAULTS = (1, 2, 3)  # exit codes of faults that the next start of the run would meet again; see train/__main__.py
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
@@ -43,6 +45,17 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
     return ProcessInfo()
 
 
+def note_fault(code: object) -> None:
+    """Write the exit code of this process into the file that ``NARROWS_FAULT_FILE`` names, if starting the run again
+    would end in the same way: it ends by an error in the code (1), refused input (2) or numbers that are not finite
+    (3). slurm/train.sbatch then does not put the job back into the queue.
+    """
+    path = os.environ.get("NARROWS_FAULT_FILE")
+    if path and code in FAULTS:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{code}\n")
+
+
 def run_to_the_end(main: Callable[[], None]) -> None:
     """Call ``main``, which is the whole program, then end the process.
 
@@ -60,6 +73,7 @@ def run_to_the_end(main: Callable[[], None]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    note_fault(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
