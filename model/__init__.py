@@ -13,7 +13,7 @@ In the list below, each file imports only from the lines above it (and from its 
     packed, parallel, layout, chunk, hyper, loss, sparse
     indexer, moe, engram, vision
     cache
-    attention, training_losses, recomputation
+    attention, training_losses, offload, recomputation
     backbone
     build, recall, count
     checkpoint

@@ -20,13 +20,14 @@ from model.cache.step import LayerCache, Step
 from model.chunk import chunk_of
 from model.config import ForwardOptions, LossWeights, ModelConfig, TextConfig
 from model.engram import Engram, engram_rows
-from model.hyper import HyperConnection, collapse, expand
+from model.hyper import HyperConnection, collapse_normed, expand
 from model.indexer import IndexerLossInputs
 from model.kernels.switch import using
 from model.layout import SequenceLayout, bound_windows, build_layout, prompt_lengths
 from model.loss import Objective, cross_entropy_sum
 from model.moe import MoE, MoEFirstPass, Routing, check_routing
 from model.norm import RMSNorm
+from model.offload import HostCopies
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.parallel.tables import Head, Lookup, Table
 from model.training_losses import LossDenominators, Losses, count_denominators, training_losses
@@ -109,12 +110,12 @@ class Block(nn.Module):
             streams = self._apply_engram(state.streams, lookup, layout)
             entering = streams.mean(1) if for_drafter else None
             mix = self.hc_attn(streams)
-            x = self.attn_norm(collapse(streams, state.pre_mix))
+            x = collapse_normed(streams, state.pre_mix, self.attn_norm)
             attended = self.attn(x, layout, state.shared, runtime, cache, first_shared)
             streams = expand(streams, attended.output, mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, replay, first_moe)
+            y, routing = self.ffn(collapse_normed(streams, pre_mix, self.ffn_norm), layout, replay, first_moe)
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
         reported = (
             attended.shared,
@@ -138,7 +139,8 @@ class Block(nn.Module):
         """Compute only the main KV and index keys of a Full layer and store them in the cache."""
         with using(runtime.kernels):
             streams = self._apply_engram(state.streams, lookup, layout)
-            self.attn.compress(self.attn_norm(collapse(streams, state.pre_mix)), layout, state.shared, runtime, cache)
+            x = collapse_normed(streams, state.pre_mix, self.attn_norm)
+            self.attn.compress(x, layout, state.shared, runtime, cache)
 
     def _apply_engram(self, streams: Tensor, lookup: Lookup | None, layout: SequenceLayout) -> Tensor:
         return streams if self.engram is None else self.engram(streams, lookup, layout)
@@ -410,11 +412,12 @@ class DeepseekV41(nn.Module):
         state, streams, blocks = self.init_streams(x), [], []
         mass: dict[int, Tensor] = {}
         dense_mass: dict[int, Tensor] = {}
+        host = HostCopies() if self.runtime.offload == "inputs" else None
         for layer in layers:
             replay = None if routing is None else routing[:, layer]
             if keep_streams:
                 streams.append(state.streams)
-            result = self.run_block(layer, state, lookups, layout, replay, for_drafter=layer in for_drafter)
+            result = self.run_block(layer, state, lookups, layout, replay, None, layer in for_drafter, host)
             state = result.state
             for sums, part in ((mass, result.attention_mass), (dense_mass, result.dense_attention_mass)):
                 if part is not None:
@@ -438,6 +441,8 @@ class DeepseekV41(nn.Module):
     def init_streams(self, x: Tensor) -> BlockState:
         """The input of the first block: a copy of the embeddings [T, d] in every residual stream."""
         n = self.config.text.hc_mult
+        if self.runtime.stream_dtype == "bf16":
+            x = x.to(torch.bfloat16)
         streams = x.unsqueeze(1).repeat(1, n, 1)
         exchanging = self.parallel.experts.size > 1 or self.parallel.context.size > 1
         if exchanging and torch.is_grad_enabled() and not streams.requires_grad:
@@ -457,13 +462,15 @@ class DeepseekV41(nn.Module):
         replay: Tensor | None = None,
         step: Step | None = None,
         for_drafter: bool = False,
+        host: HostCopies | None = None,
     ) -> BlockOutput:
         """Run one block on the tokens of the layout, and remove the block's entry from `lookups`. `replay` int64 [T,
-        k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens.
+        k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens; `host`: where the streams are
+        kept until the block is recomputed.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
-        return recomputation.run(self.layers[layer], *arguments, recompute=self.runtime.recompute)
+        return recomputation.run(self.layers[layer], *arguments, recompute=self.runtime.recompute, host=host)
 
     def prefill_kv(self, layer: int, state: BlockState, step: Step) -> None:
         """Run only the part of Full layer `layer` that stores compressed entries in the cache."""
@@ -474,7 +481,7 @@ class DeepseekV41(nn.Module):
     def final_hidden(self, state: BlockState) -> Tensor:
         """The hidden states [T, d] that the head takes as input: the last block's streams, collapsed and normalised."""
         with using(self.runtime.kernels):
-            return self.norm(collapse(state.streams, state.pre_mix))
+            return collapse_normed(state.streams, state.pre_mix, self.norm)
 
     def embed_batch(
         self,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -259,9 +259,13 @@ class ForwardOptions:
     decoder_replay: the decoder passes over the last `sliding_window` tokens of a prompt only (SWA bounded replay):
         generation saves the rest, training hides from a document's tokens what they would then not see (its prompt
         ends before its first supervised token).
+    stream_dtype: of the residual streams of a model with fp32 parameters. "bf16" rounds them behind every sublayer, as
+        the released code does, and halves what recomputation keeps; they are mixed in fp32 in either case.
     recompute: activation checkpointing of every block. What a block selected is kept and not searched for again.
     keep_combined: with `recompute` and experts split over ranks, also keep what they sent back (a hidden vector per
         token and layer) instead of having it sent again.
+    offload: with `recompute`, keep the "inputs" of every block, its residual streams, in host memory from the forward
+        to the backward (pinned, and copied while other work runs, on CUDA); "off" keeps them on the device.
     frozen: weights of a quantised checkpoint that are not trained (below an adapter or a drafter, of a teacher) stay
         "packed" as they are stored, or are kept as "values"; the results are the same.
     train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
@@ -273,15 +277,30 @@ class ForwardOptions:
     kv_quant: bool = True
     candidate_pool: bool = True
     decoder_replay: bool = False
+    stream_dtype: Literal["fp32", "bf16"] = "fp32"
     recompute: bool = False
     keep_combined: bool = True
+    offload: Literal["off", "inputs"] = "off"
     frozen: Literal["packed", "values"] = "packed"
     train_indexer: bool = True
     probe: bool = False
 
+    def recomputing(self, on: bool) -> ForwardOptions:
+        """The same options with `recompute` on, or off together with the offload that needs it."""
+        return replace(self, recompute=on, offload=self.offload if on else "off")
+
     def __post_init__(self) -> None:
         if self.attention not in ("sparse", "dense"):
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
+        if self.stream_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"runtime.stream_dtype: {self.stream_dtype!r} is unknown, allowed are 'fp32' and 'bf16'")
+        if self.offload not in ("off", "inputs"):
+            raise ValueError(f"runtime.offload: {self.offload!r} is unknown, allowed are 'off' and 'inputs'")
+        if self.offload == "inputs" and not self.recompute:
+            raise ValueError(
+                "runtime.offload: 'inputs' needs runtime.recompute=true, since without recomputation all values that a "
+                "block computes are kept, not its inputs"
+            )
         if self.frozen not in ("packed", "values"):
             raise ValueError(f"runtime.frozen: {self.frozen!r} is unknown, allowed are 'packed' and 'values'")
         if problem := kernels_problem(self.kernels):

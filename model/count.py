@@ -191,7 +191,7 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
     }
     table["attention over keys"] = Flops(core, 3.5 * core, core)
     if scan:
-        table["index scores"] = Flops(scan, scan, scan)
+        table["index scores"] = Flops(scan, scan, 0.0)  # recomputation keeps the selection
         table["indexer loss"] = Flops(0.0, 3 * indexer_loss, 0.0)
     return table
 
@@ -220,26 +220,42 @@ def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
 
-def activation_bytes(config: ModelConfig, bf16: bool, recompute: bool, keep_combined: bool = False) -> dict[str, float]:
+class Widths(NamedTuple):
+    """Bytes of a number: products, what products with weights give (2 with bf16 autocast over fp32 parameters, else 4);
+    streams, in a residual stream.
+    """
+
+    products: int
+    streams: int
+
+    @property
+    def normed(self) -> int:
+        """Of a sublayer's input behind its norm, which has the streams' dtype unless products cannot take that."""
+        return self.streams if self.products == 2 else 4
+
+
+def activation_bytes(
+    config: ModelConfig, widths: Widths, recompute: bool, keep_combined: bool = False, offload: bool = False
+) -> dict[str, float]:
     """Bytes per token that a text micro-batch holds when its backward begins, by part.
 
-    bf16: autocast over fp32 parameters; the streams stay fp32. With `recompute` only each block's inputs and what its
-    first pass selected are held (with `keep_combined` the results of its MoE layer too, as where experts are split over
-    ranks), beside what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a
-    CPU; bf16 copies of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
+    With `recompute` only each block's inputs and what its first pass selected are held (with `keep_combined` the
+    results of its MoE layer too, as where experts are split over ranks; with `offload` without its streams), beside
+    what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a CPU; bf16 copies
+    of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
     """
     text = config.text
     held: dict[str, float] = {}
-    blocks = [block_saves(text, layer, bf16) for layer in range(text.num_hidden_layers)]
+    blocks = [block_saves(text, layer, widths) for layer in range(text.num_hidden_layers)]
     if recompute:
-        inputs = (block_inputs(text, layer, bf16, keep_combined) for layer in range(text.num_hidden_layers))
+        inputs = (block_inputs(text, layer, widths, keep_combined, offload) for layer in range(text.num_hidden_layers))
         held["block inputs"] = sum(inputs)
         held[RECOMPUTED] = max(sum(block.values()) for block in blocks)
     else:
         for block in blocks:
             for part, size in block.items():
                 held[part] = held.get(part, 0.0) + size
-    held["losses"] = _loss_saves(text, bf16)
+    held["losses"] = _loss_saves(text, widths)
     return held
 
 
@@ -270,17 +286,21 @@ def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
-def block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
+def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
     """Bytes per token that one block saves for its backward, by part, in the order of its forward."""
     n, d, f, k = c.hc_mult, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
-    heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), 2 if bf16 else 4
+    heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), widths.products
     full, source = layer in c.kv_source_layer_ids, layer in c.index_source_layer_ids
 
-    def inputs(products: int, size: int) -> int:  # autocast copies a product's input for every product
-        return products * 2 * size if bf16 else 4 * size
+    copied = widths.products == 2 and widths.normed == 4
+
+    def inputs(products: int, size: int) -> int:  # autocast copies an fp32 input for every product
+        return products * 2 * size if copied else widths.normed * size
 
     sinkhorn = n * (2 * c.hc_sinkhorn_iters - 1)  # the denominators of its steps
-    saved: dict[str, float] = {"streams": 2 * (4 * n * d + 4 + 4 * (3 * n * n + 6 * n + sinkhorn) + _norm(d))}
+    saved: dict[str, float] = {
+        "streams": 2 * (widths.streams * n * d + 4 + 4 * (3 * n * n + 6 * n + sinkhorn) + _norm(d))
+    }
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
     attention: float = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
     attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
@@ -290,20 +310,29 @@ def block_saves(c: TextConfig, layer: int, bf16: bool) -> dict[str, float]:
         attention += (_norm(dim) + 4 * c.qk_rope_head_dim + 2 * width * dim + _norm(c.index_head_dim)) / ratio
     saved["attention"] = attention + 4 * c.index_topk * source
     saved["routed experts"] = 8 * c.n_routed_experts + 40 * k + 4 + width * k * d + 3 * width * k * f
-    saved["shared expert"] = 4 * d + (inputs(2, d) if bf16 else 0) + 3 * width * f + 4 * d
+    saved["shared expert"] = 4 * d + (inputs(2, d) if width == 2 else 0) + 3 * width * f + widths.normed * d
     if layer in c.engram_layer_ids:
         rows = c.engram_hash_heads
         saved["Engram"] = 8 * rows + width * rows * c.engram_head_dim + 12 * n * d + 4 * d + 36 * n
     return saved
 
 
-def block_inputs(c: TextConfig, layer: int, bf16: bool, keep_combined: bool = False) -> float:
-    """Bytes per token that a checkpointed block keeps: what enters it, the experts it chose, with `keep_combined` the
-    result of its MoE layer, and what its outputs add for later layers.
+def stream_bytes(c: TextConfig, widths: Widths) -> int:
+    """Bytes per token of the residual streams."""
+    return widths.streams * c.hc_mult * c.hidden_size
+
+
+def block_inputs(
+    c: TextConfig, layer: int, widths: Widths, keep_combined: bool = False, offload: bool = False
+) -> float:
+    """Bytes per token that a checkpointed block keeps: what enters it (the streams only if they are not on the host, by
+    `offload`), the experts it chose, with `keep_combined` the result of its MoE layer, and what its outputs add for
+    later layers.
     """
-    width, ratio = 2 if bf16 else 4, c.ratio(layer)
-    size = 4.0 * c.hc_mult * c.hidden_size + 4 * c.hc_mult + 4 * c.n_routed_experts + 8 * c.num_experts_per_tok
-    size += 4 * c.hidden_size * keep_combined
+    width, ratio = widths.products, c.ratio(layer)
+    size = 0.0 if offload else float(stream_bytes(c, widths))
+    size += 4 * c.hc_mult + 4 * c.n_routed_experts + 8 * c.num_experts_per_tok
+    size += widths.normed * c.hidden_size * keep_combined
     if layer in c.kv_source_layer_ids:
         size += width * (c.head_dim + c.index_head_dim) / ratio
     if layer in c.index_source_layer_ids:
@@ -313,10 +342,11 @@ def block_inputs(c: TextConfig, layer: int, bf16: bool, keep_combined: bool = Fa
     return size
 
 
-def _loss_saves(c: TextConfig, bf16: bool) -> float:
+def _loss_saves(c: TextConfig, widths: Widths) -> float:
     """Bytes per token behind the last block: final collapse and norm, cross-entropy, balance loss, indexer losses."""
-    width = 2 if bf16 else 4
-    size = 4.0 * c.hc_mult * (c.hidden_size + 1) + _norm(c.hidden_size) + 8 + width * c.hidden_size
+    width = widths.products
+    size = float(widths.streams * c.hc_mult * c.hidden_size + 4 * c.hc_mult)
+    size += _norm(c.hidden_size) + 8 + width * c.hidden_size
     size += c.num_hidden_layers * (4 * c.n_routed_experts + 4)
     for layer in c.index_source_layer_ids:
         queries = width * c.index_n_heads * c.index_head_dim + 4 * c.index_n_heads

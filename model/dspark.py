@@ -37,7 +37,7 @@ from model.checkpoint.load import load_weights
 from model.checkpoint.names import released_tensors
 from model.checkpoint.released import read_headers
 from model.config import DraftObjective, ForwardOptions, ModelConfig, TextConfig, drafter_problems
-from model.hyper import collapse, expand
+from model.hyper import collapse, collapse_normed, expand
 from model.init import init_weights
 from model.kernels.switch import using
 from model.layout import SequenceLayout
@@ -45,6 +45,7 @@ from model.loss import draft_distances
 from model.moe import MoEFirstPass, Routing
 from model.norm import RMSNorm
 from model.parallel.ranks import Parallel, mark_shards
+from model.precision import for_products
 from model.rope import inverse_frequencies, rotations
 from model.sparse import chunk_elements, dense_attention, gathered_attention
 
@@ -270,7 +271,7 @@ class Stage(Block):
         with using(runtime.kernels):
             streams = state.streams
             mix = self.hc_attn(streams)
-            x = self.attn_norm(collapse(streams, state.pre_mix))
+            x = collapse_normed(streams, state.pre_mix, self.attn_norm)
             q, _ = self.attn.queries(x, layout.phasors)
             attend = attend_plainly if runtime.attention == "dense" else attend_in_chunks
             keys = self.attn.window_keys(x, layout.phasors)
@@ -278,7 +279,7 @@ class Stage(Block):
             streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(self.ffn_norm(collapse(streams, pre_mix)), layout, None, first)
+            y, routing = self.ffn(collapse_normed(streams, pre_mix, self.ffn_norm), layout, None, first)
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared)
         return StageOutput(state, routing, self.ffn.first_pass(routing, y, runtime.keep_combined))
 
@@ -467,7 +468,8 @@ class Drafter(nn.Module):
         """The backbone's streams at the target layers [T, target layers * d] -> [T, d], the input from which every
         stage computes its context keys.
         """
-        return self.mtp[0].main_norm(self.mtp[0].main_proj(entering))
+        first = self.mtp[0]
+        return first.main_norm(first.main_proj(for_products(entering, first.main_proj.weight)))
 
     def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
         """The anchors of rows [B, S] as indices into the layout. Raises ValueError for anchors of a wrong shape, and
@@ -534,7 +536,8 @@ class Drafter(nn.Module):
             state = result.state
             routings.append(result.routing)
         with using(self.runtime.kernels):
-            return collapse(state.streams, state.pre_mix).unflatten(0, noise.shape), routings
+            hidden = for_products(collapse(state.streams, state.pre_mix), self._last.norm.weight)
+            return hidden.unflatten(0, noise.shape), routings
 
     def remember(self, entering: Tensor, step: Step) -> None:
         """Add the context keys of a step's T tokens to the cache. entering [T, target layers * d]: the backbone's

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -520,7 +520,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, on: bool) -> None:
-        self.model.runtime = replace(self.model.runtime, recompute=on)
+        self.model.runtime = self.model.runtime.recomputing(on)
 
 
 class Backbone:

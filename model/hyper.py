@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from model.config import TextConfig
 from model.kernels.switch import in_triton
+from model.norm import RMSNorm
+from model.precision import for_products
 
 
 class Mix(NamedTuple):
@@ -46,9 +48,8 @@ class HyperConnection(nn.Module):
             return Mix(*kernels.coefficients(streams, *parameters, self.iters, self.hc_eps, self.eps))
         n = self.n
         with torch.autocast(streams.device.type, enabled=False):
-            flat = streams.flatten(1).float()
             # token axis last, so that the many small steps below run on long contiguous rows
-            mixes = _NormalisedProduct.apply(flat, self.fn, self.eps)  # [(2+n)n, T]
+            mixes = _NormalisedProduct.apply(streams.flatten(1), self.fn, self.eps)  # [(2+n)n, T]
             scale = torch.cat([part.expand(size) for part, size in zip(self.scale, (n, n, n * n), strict=True)])
             logits = mixes * scale[:, None] + self.base[:, None]
             pre = torch.sigmoid(logits[:n]) + self.hc_eps
@@ -58,22 +59,25 @@ class HyperConnection(nn.Module):
 
 
 class _NormalisedProduct(torch.autograd.Function):
-    """fn @ flat^T * rsqrt(mean(flat^2) + eps), [k, T] from flat [T, m] and fn [k, m]; one pass over flat's gradient."""
+    """fn @ flat^T * rsqrt(mean(flat^2) + eps), fp32 [k, T] from flat [T, m] of any dtype and fn fp32 [k, m]; one pass
+    over flat's gradient.
+    """
 
     @staticmethod
     def forward(ctx, flat: Tensor, fn: Tensor, eps: float) -> Tensor:
-        scale = torch.rsqrt(flat.square().mean(-1) + eps)
-        mixes = fn @ flat.t() * scale
+        wide = flat.float()
+        scale = torch.rsqrt(wide.square().mean(-1) + eps)
+        mixes = fn @ wide.t() * scale
         ctx.save_for_backward(flat, fn, mixes, scale)
         return mixes
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         flat, fn, mixes, scale = ctx.saved_tensors
-        d_product = grad * scale
+        wide, d_product = flat.float(), grad * scale
         along = (grad * mixes).sum(0) * scale.square() / flat.shape[1]  # the scale's own gradient points along flat
-        d_flat = (d_product.t() @ fn).addcmul_(flat, along[:, None], value=-1)
-        return d_flat, d_product @ flat, None
+        d_flat = (d_product.t() @ fn).addcmul_(wide, along[:, None], value=-1)
+        return d_flat.to(flat.dtype), d_product @ wide, None
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -125,6 +129,13 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
         return kernels.collapse(streams, pre)
     return _Collapse.apply(streams, pre)
+
+
+def collapse_normed(streams: Tensor, pre: Tensor, norm: RMSNorm) -> Tensor:
+    """The input of a sublayer or of the head [T, d]: the collapsed streams through its norm, in a dtype that products
+    with fp32 parameters take even if the streams are kept in bf16.
+    """
+    return for_products(norm(collapse(streams, pre)), norm.weight)
 
 
 class _Collapse(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Guard for code that picks its own dtypes."""
+"""Guards for code that picks its own dtypes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def without_autocast(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return run
+
+
+def for_products(x: Tensor, weight: Tensor) -> Tensor:
+    """x in the dtype that a product with `weight` takes: autocast casts it itself, else it must have weight's."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 
 def _flat(args: tuple[Any, ...]):

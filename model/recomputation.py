@@ -8,10 +8,24 @@ the same exchanges in the same order on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from model.offload import HostCopies
+
+
+class State(Protocol):
+    """The first argument of a block: a NamedTuple with a field `streams` [T, n, d]."""
+
+    @property
+    def streams(self) -> Tensor: ...
+
+    @property
+    def _replace(self) -> Callable[..., Any]: ...
 
 
 class Checkpointable(Protocol):
@@ -20,25 +34,31 @@ class Checkpointable(Protocol):
     @property
     def first_pass(self) -> Any: ...
 
-    def _replace(self, **changes: Any) -> Any: ...
+    @property
+    def _replace(self) -> Callable[..., Any]: ...
 
 
 Out = TypeVar("Out", bound=Checkpointable)
 
 
-def run(block: Callable[..., Out], *arguments: Any, recompute: bool) -> Out:
-    """`block(*arguments, None)`, its `first_pass` left out. With `recompute`, where gradients are recorded, the
-    backward calls `block(*arguments, first_pass)` to have again what the first call computed.
+def run(
+    block: Callable[..., Out], state: State, *arguments: Any, recompute: bool, host: HostCopies | None = None
+) -> Out:
+    """`block(state, *arguments, None)`, its `first_pass` left out. With `recompute`, where gradients are recorded, the
+    backward calls `block(state, *arguments, first_pass)` to have again what the first call computed. `host` keeps the
+    streams in the meantime, None: they stay where they are.
     """
     if not (recompute and torch.is_grad_enabled()):
-        return block(*arguments, None)._replace(first_pass=None)
-    first = None
+        return block(state, *arguments, None)._replace(first_pass=None)
+    first, rest = None, state._replace(streams=None)
 
-    def again(*arguments: Any) -> Out:
+    def again(streams: Tensor) -> Out:
         nonlocal first
-        out = block(*arguments, first)
+        out = block(rest._replace(streams=streams), *arguments, first)
         if first is None:
             first = out.first_pass
         return out._replace(first_pass=None)
 
-    return checkpoint(again, *arguments, use_reentrant=False)
+    # what autograd saves here are the tensor arguments of `checkpoint`: the streams alone
+    with nullcontext() if host is None else host.saving():
+        return checkpoint(again, state.streams, use_reentrant=False)

@@ -149,17 +149,19 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("streams", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize(
     "wide",
     [{}, {"hidden_size": 96, "hc_mult": 2, "num_experts_per_tok": 3, "n_routed_experts": 12, "q_lora_rank": 40}],
     ids=["narrow", "wide"],
 )
-def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: bool, wide: dict) -> None:
+def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: bool, streams: str, wide: dict) -> None:
     heads = {"head_dim": 32, "index_head_dim": 32}  # multiples of the quantisers' groups, or their padding is kept too
     config, length = tiny_config(engram=True, **heads, **wide), 256
     token_map = torch.arange(config.text.vocab_size) % 50
-    built = build_model(config, ForwardOptions(recompute=recompute), token_map)
+    runtime = ForwardOptions(recompute=recompute, stream_dtype=streams)
+    built = build_model(config, runtime, token_map)
     own = {tensor.untyped_storage()._cdata for tensor in [*built.parameters(), token_map]}
     ids = tokens(1, length)
     denominators = built.loss_denominators(ids, ids)
@@ -168,7 +170,8 @@ def test_activations_are_what_a_forward_leaves_behind(bf16: bool, recompute: boo
             losses = built.losses(ids, ids, denominators)
         alive = allocations.alive(own)
     assert losses.total.isfinite()
-    parts = count.activation_bytes(config, bf16, recompute)
+    widths = count.Widths(2 if bf16 else 4, 2 if streams == "bf16" else 4)
+    parts = count.activation_bytes(config, widths, recompute)
     parts.pop(count.RECOMPUTED, None)  # comes in the backward
     expected = length * sum(parts.values()) + count.head_gradient_bytes(config)
     if bf16 and not recompute:

@@ -102,8 +102,8 @@ def test_coefficients_stay_fp32(autocast: bool) -> None:
 def test_sublayers_read_with_the_mix_of_the_sublayer_before(monkeypatch) -> None:
     """The very first reads stream 0 alone; each later one, and the final norm, the previous sublayer's `pre`."""
     built, read, made = tiny_model(), [], []
-    plain = model.backbone.collapse
-    monkeypatch.setattr(model.backbone, "collapse", lambda x, pre: (read.append(pre), plain(x, pre))[1])
+    plain = model.hyper.collapse
+    monkeypatch.setattr(model.hyper, "collapse", lambda x, pre: (read.append(pre), plain(x, pre))[1])
     for layer in built.layers:
         for hc in (layer.hc_attn, layer.hc_ffn):
             hc.register_forward_hook(lambda module, args, mix: made.append(mix.pre))

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import gradients, tiny_drafter, tiny_model  # noqa: F401
+from tiny import gradients, tiny_model
 
 import model.attention
-import model.moe
+import model.offload
 from model import ForwardOptions
 from model.parallel.ranks import Parallel
 from tests import processes
@@ -64,6 +64,56 @@ def test_a_second_backward_uses_them_too() -> None:
     once = gradients(built)
     total.backward()
     assert all(torch.equal(2 * once[name], twice) for name, twice in gradients(built).items())
+
+
+@pytest.mark.parametrize("stream_dtype", ["fp32", "bf16"])
+def test_offload_moves_the_streams_that_enter_every_block_and_nothing_else(stream_dtype: str, monkeypatch) -> None:
+    """Losses and gradients are equal bit for bit. In the backward the streams come back in reverse order, each begun
+    before the block behind it is recomputed.
+    """
+    plain = tiny_model(ForwardOptions(recompute=True, stream_dtype=stream_dtype), engram=True)
+    data = batch()
+    plain.losses(**data, denominators=plain.loss_denominators(**data)).total.backward()
+
+    events: list[tuple[str, int]] = []
+    entering: list[torch.Tensor] = []
+
+    def to_host(x: torch.Tensor) -> torch.Tensor:
+        assert x.data_ptr() == entering[-1].data_ptr() and x.shape == entering[-1].shape and not x.requires_grad
+        events.append(("out", len(entering) - 1))
+        return x.clone()  # so that a block that did not use the copy would be seen
+
+    def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        events.append(("back", [x.equal(host) for x in entering].index(True)))
+        return host.clone()
+
+    monkeypatch.setattr(model.offload, "to_host", to_host)
+    monkeypatch.setattr(model.offload, "to_device", to_device)
+    run_block = type(plain).run_block
+
+    def noted(built, layer: int, state, *arguments):
+        entering.append(state.streams)
+        return run_block(built, layer, state, *arguments)
+
+    monkeypatch.setattr(type(plain), "run_block", noted)
+    built = tiny_model(ForwardOptions(recompute=True, stream_dtype=stream_dtype, offload="inputs"), engram=True)
+    for number, layer in enumerate(built.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: events.append(("run", number)))
+    total = built.losses(**data, denominators=built.loss_denominators(**data)).total
+    assert events == [(what, number) for number in range(6) for what in ("out", "run")]
+    events.clear()
+    total.backward()
+    back = [("back", 5), *(event for n in range(5, 0, -1) for event in (("back", n - 1), ("run", n))), ("run", 0)]
+    assert events == back
+    wanted = gradients(plain)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients(built).items())
+
+
+def test_offload_needs_recomputation() -> None:
+    with pytest.raises(ValueError, match="runtime.offload: 'inputs' needs runtime.recompute=true"):
+        ForwardOptions(offload="inputs")
+    on = ForwardOptions(recompute=True, offload="inputs")
+    assert on.recomputing(False) == ForwardOptions() and on.recomputing(True) == on
 
 
 def exchanges(rank: int, recompute: bool, keep_combined: bool) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:

@@ -40,6 +40,7 @@ CHANGEABLE = (
     "runtime.frozen",
     "runtime.recompute",
     "runtime.keep_combined",
+    "runtime.offload",
     "optim.schedule.",
     "optim.settings.",
     "optim.clip",

@@ -41,12 +41,26 @@ def keeps_combined(config: Config) -> bool:
     return config.runtime.keep_combined and config.parallel.expert_parallel > 1
 
 
+def offloads(config: Config) -> bool:
+    """Whether the streams that enter a block wait for its recomputation on the host."""
+    return config.runtime.offload == "inputs"
+
+
+def host_bytes(config: Config, job: Job) -> float:
+    """What `runtime.offload` keeps in a rank's host memory: the streams that enter each block."""
+    text = job.model.config.text
+    return float(
+        offloads(config) * tokens_per_pass(config) * text.num_hidden_layers * count.stream_bytes(text, _widths(config))
+    )
+
+
 def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     """When the forward has ended: what the blocks keep, the losses, one chunk of logits (``model/loss.py``: fp32 logits
     and their gradient, and its bf16 copy) and the head's gradient; bf16 copies of weights live as long as autocast.
     """
     bf16, text = _bf16(config), job.model.config.text
-    parts = count.activation_bytes(job.model.config, bf16, config.runtime.recompute, keeps_combined(config))
+    kept = keeps_combined(config), offloads(config)
+    parts = count.activation_bytes(job.model.config, _widths(config), config.runtime.recompute, *kept)
     parts.pop(count.RECOMPUTED, None)
     found = _activations(parts, tokens)
     if not config.runtime.recompute:
@@ -64,18 +78,20 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
     """In the backward of each block, from the last to the first: what it and the blocks before it keep, what it saves
     when it is computed again, gradients of activations, the buffers of the expert exchange, and copies of its weights.
     """
-    bf16, text, recompute = _bf16(config), job.model.config.text, config.runtime.recompute
+    widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
-    kept = count.activation_bytes(job.model.config, bf16, recompute, keeps_combined(config))
+    kept = count.activation_bytes(job.model.config, widths, recompute, keeps_combined(config), offloads(config))
     kept.pop(count.RECOMPUTED, None)
-    passing = {"losses": kept.pop("losses"), "gradients in a block": gradient_bytes(text, bf16)}
+    passing = {"losses": kept.pop("losses"), "gradients in a block": gradient_bytes(text, widths)}
     found, inputs = [], 0.0
     for layer in range(text.num_hidden_layers):
-        inputs += count.block_inputs(text, layer, bf16, keeps_combined(config))
+        inputs += count.block_inputs(text, layer, widths, keeps_combined(config), offloads(config))
         if not recompute and layer < text.num_hidden_layers - 1:
             continue  # without recomputation the first block of the backward holds most
-        again = sum(count.block_saves(text, layer, bf16).values())
+        again = sum(count.block_saves(text, layer, widths).values())
         parts = {"block inputs": inputs, count.RECOMPUTED: again} if recompute else kept
+        if offloads(config):  # this block's, and those of the block before it, on their way back
+            parts["streams from the host"] = 2.0 * count.stream_bytes(text, widths)
         moment = _activations(parts | passing, tokens)
         moment |= _uneven(config, job, tokens, 1 if recompute else text.num_hidden_layers)
         moment |= exchange_bytes(config, text, tokens)
@@ -89,12 +105,12 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
     return found
 
 
-def gradient_bytes(text: TextConfig, bf16: bool) -> float:
+def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
     """Gradients of activations per token while a block's backward runs: of the streams before and after a sublayer, and
     either of queries and attention output or of the experts' inputs and hidden values.
     """
-    width, k = 2 if bf16 else FP32, text.num_experts_per_tok
-    streams = 2 * FP32 * text.hc_mult * text.hidden_size
+    width, k = widths.products, text.num_experts_per_tok
+    streams = 2 * widths.streams * text.hc_mult * text.hidden_size
     attention = 2 * width * text.num_attention_heads * text.head_dim
     experts = width * k * (text.hidden_size + 2 * text.moe_intermediate_size)
     return float(streams + max(attention, experts))
@@ -177,21 +193,21 @@ def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     """task=dspark: the model's hidden states and the streams that the drafter reads, then either a block of the model
     while it runs without gradients, or all that the drafter's stages save for its drafts.
     """
-    bf16, tokens, text = _bf16(config), tokens_per_pass(config), job.model.config.text
+    widths, tokens, text = _widths(config), tokens_per_pass(config), job.model.config.text
     assert job.dspark is not None
-    width, targets = 2 if bf16 else FP32, len(text.dspark_target_layer_ids)
+    width, targets = widths.products, len(text.dspark_target_layer_ids)
     drafts = tokens // job.dspark.tokens_per_anchor * text.dspark_block_size
     held = {"what the drafter reads": float(tokens * width * text.hidden_size * (2 + targets))}
     held |= looked_up_bytes(config, job.model, tokens)
     if config.parallel.shard_embeddings:
         held["the gathered head"] = float(count.head_gradient_bytes(job.model.config))
-    blocks = [sum(count.block_saves(text, layer, bf16).values()) for layer in range(text.num_hidden_layers)]
+    blocks = [sum(count.block_saves(text, layer, widths).values()) for layer in range(text.num_hidden_layers)]
     running = _activations({"one block of the frozen model": max(blocks)}, tokens)
     running |= _uneven(config, job, tokens, 1) | exchange_bytes(config, text, tokens)
     running["one packed weight made plain"] = float(UNPACKING * largest_packed(job))
     inner = _stage_config(job.model.config)
-    stage = sum(count.block_saves(inner, 0, bf16).values())
-    drafting = _activations({"drafts": stage * text.num_nextn_predict_layers + gradient_bytes(inner, bf16)}, drafts)
+    stage = sum(count.block_saves(inner, 0, widths).values())
+    drafting = _activations({"drafts": stage * text.num_nextn_predict_layers + gradient_bytes(inner, widths)}, drafts)
     logits = min(drafts * text.vocab_size, CHUNK_LOGITS["cuda"])
     drafting["logits of a chunk"] = float(4 * FP32 * logits)  # of both models, and their difference and gradient
     return held | max(running, drafting, key=lambda moment: sum(moment.values()))
@@ -221,6 +237,10 @@ def optimizer_working_bytes(items: Sequence[Item]) -> float:
     batch = min(sum(item.numel * item.units for item in muon), max(largest, BATCH_ELEMENTS["cuda"]))
     table = max((item.numel for item in mine if item.method == "sinkhorn"), default=0)
     return FP32 * max(6.0 * batch, 3.0 * table)
+
+
+def _widths(config: Config) -> count.Widths:
+    return count.Widths(2 if _bf16(config) else FP32, 2 if config.runtime.stream_dtype == "bf16" else FP32)
 
 
 def _bf16(config: Config) -> bool:

@@ -61,7 +61,8 @@ def _layout_lines(p: ResourcePlan) -> list[str]:
     return [
         f"LAYOUT: {counted(layout.world_size, 'GPU')}, experts over {layout.expert_parallel}, Engram tables"
         f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}; {passes} micro-batches of "
-        f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}",
+        f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}"
+        + (f", {p.host / GIB:.2f} GiB of block inputs in each rank's host memory" if p.host else ""),
         f"JOB: {trained}{kept if p.job.frozen else ''}",
         f"ASSUMED: a rank's experts receive up to {plan.load_factor:g} times the mean (plan.load_factor); "
         f"{plan.reserve_gib:g} GiB stay free (plan.reserve_gib)",
@@ -118,7 +119,7 @@ def remedy(p: ResourcePlan) -> str:
 
 def longest_rows(p: ResourcePlan, recompute: bool) -> int:
     """The longest rows that fit, by halving those of the plan; 0 if none do."""
-    config = replace(p.config, runtime=replace(p.config.runtime, recompute=recompute))
+    config = replace(p.config, runtime=p.config.runtime.recomputing(recompute))
     length = config.task.seq_len
     while length >= 2:
         config = replace(config, task=replace(config.task, seq_len=length))

@@ -11,7 +11,7 @@ from optim.optimizer import STATE_KEYS
 from train.config.schema import Config
 from train.planning.items import KINDS, owned, rank_items, update_flops
 from train.planning.job import Job, job_of, settings
-from train.planning.memory import optimizer_working_bytes, tokens_per_pass, working_bytes
+from train.planning.memory import host_bytes, optimizer_working_bytes, tokens_per_pass, working_bytes
 from train.planning.traffic import Sent, StepTime, sent_in_step, step_time
 
 GIB = 2**30
@@ -64,6 +64,11 @@ class ResourcePlan:
         else:
             fixed |= {"optimizer's working copies": self.optimizer_working}
         return fixed | {f"{RESERVE}: allocator, NCCL": self.reserve}
+
+    @property
+    def host(self) -> float:
+        """Bytes in the host memory of each rank, see ``runtime.offload``."""
+        return host_bytes(self.config, self.job)
 
     @property
     def total(self) -> float:

@@ -23,7 +23,7 @@ from train.config.schema import Config
 from train.loop import train_step
 from train.lora.inject import add_adapter
 from train.planning.items import Item, owned, update_flops
-from train.planning.memory import exchange_bytes
+from train.planning.memory import at_the_loss, exchange_bytes
 from train.planning.report import report
 from train.planning.resources import GIB, ResourcePlan, plan
 
@@ -181,6 +181,22 @@ def test_traffic_of_the_all_to_alls(make_config) -> None:
     assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
     kept = plan(_layout(make_config(recomputed[0]), 4, 2, 4)).traffic
     assert again["all-to-all, experts"] - kept["all-to-all, experts"] == 64 * 6 * 2 * 32 * 4 / 2
+
+
+def test_streams_in_bf16_take_half_and_offloaded_ones_lie_on_the_host(make_config) -> None:
+    """Tiny model: 6 layers, 2 streams of 32; a micro-batch of 2 x 64 tokens."""
+
+    def planned(*changes: str) -> tuple[float, float]:
+        found = plan(make_config("runtime.recompute=true", "parallel.precision=bf16", *changes))
+        inputs = at_the_loss(found.config, found.job, 128)["activations: block inputs"]
+        assert ("of block inputs in each rank's host memory" in report(found)) == (found.host > 0)
+        return inputs, found.host
+
+    streams = 2 * 64 * 6 * 2 * 32 * 4.0
+    (whole, none), (half, _) = planned(), planned("runtime.stream_dtype=bf16")
+    assert whole - half == streams / 2 and none == 0
+    assert planned("runtime.offload=inputs") == (whole - streams, streams)
+    assert planned("runtime.offload=inputs", "runtime.stream_dtype=bf16") == (half - streams / 2, streams / 2)
 
 
 def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
