@@ -7,6 +7,7 @@ files listed before it:
     schedule, settings:        the settings of the learning rate and the methods; they import no torch.
     groups:                    which method updates which parameter.
     ownership:                 which process updates a parameter.
+    rows:                      updates of parameters of which each process keeps only some rows.
     adamw, muon, sinkhorn:     the three update methods.
     optimizer:                 the optimizer step.
     clip, balance:             gradient clipping; updates of the router biases.

@@ -9,23 +9,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .ownership import RankGroupLike
+from .rows import NOTHING, Collected
 
 NOT_SPLIT: Mapping[Tensor, RankGroupLike] = {}
 
 
 @torch.no_grad()
-def global_norm(params: Iterable[Tensor], parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
+def global_norm(
+    params: Iterable[Tensor],
+    parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT,
+    collected: Collected = NOTHING,
+) -> Tensor:
     """Euclidean norm of all gradients together, as a 0-d fp32 tensor. A parameter listed twice counts once; parameters
     without a gradient are skipped.
 
-    `parts` maps each parameter that is split over processes to the group of processes that hold it; all processes of a
-    group must call this function together.
+    `parts` maps each parameter that is split over processes to the group of processes that hold it; `collected` has the
+    gradients of which a single process holds the whole. All processes of these groups must call this function together.
     """
-    return _norm(_with_gradients(params), parts)
+    return _norm(_with_gradients(params, collected), parts, collected)
 
 
 @torch.no_grad()
-def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT) -> Tensor:
+def clip_(
+    params: Iterable[Tensor],
+    max_norm: float,
+    parts: Mapping[Tensor, RankGroupLike] = NOT_SPLIT,
+    collected: Collected = NOTHING,
+) -> Tensor:
     """Scale all gradients in place so that their global norm is at most `max_norm`; returns the norm before scaling,
     a 0-d fp32 tensor with the same value on all processes.
 
@@ -34,31 +44,28 @@ def clip_(params: Iterable[Tensor], max_norm: float, parts: Mapping[Tensor, Rank
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm!r}; to disable clipping, do not call clip_")
-    trained = _with_gradients(params)
-    norm = _norm(trained, parts)
-    if trained:
-        torch._foreach_mul_([_grad(p) for p in trained], (max_norm / norm).clamp(max=1.0))
+    trained = _with_gradients(params, collected)
+    norm = _norm(trained, parts, collected)
+    grads = [grad for p in trained if (grad := collected.gradients.get(p, p.grad)) is not None]
+    if grads:
+        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0))
     return norm
 
 
-def _with_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+def _with_gradients(params: Iterable[Tensor], collected: Collected) -> list[Tensor]:
     unique = {id(p): p for p in params}
-    return [p for p in unique.values() if p.grad is not None]
+    return [p for p in unique.values() if p.grad is not None or p in collected.gradients]
 
 
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor:
+def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike], collected: Collected) -> Tensor:
     """The global norm: a parameter that is not split counts once, and of a split parameter the parts on all processes
     count.
     """
-    unsplit = [_grad(p) for p in params if p not in parts]
-    norms = [_norm_of(unsplit)] if unsplit else []
+    unsplit = [p for p in params if p not in parts]
+    norms = [torch.linalg.vector_norm(_norms(unsplit, collected))] if unsplit else []
     for group, ranks in {parts[p].group: parts[p] for p in params if p in parts}.items():
-        square = _norm_of([_grad(p) for p in params if p in parts and parts[p].group == group]).double().square()
+        split = [p for p in params if p in parts and parts[p].group == group]
+        square = torch.linalg.vector_norm(_norms(split, NOTHING)).double().square()
         dist.all_reduce(square, group=ranks.group)
         norms.append(square.sqrt().float())
     if not norms:
@@ -66,6 +73,15 @@ def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike]) -> Tensor
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _norm_of(grads: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+def _norms(params: list[Tensor], collected: Collected) -> Tensor:
+    """The norm of every parameter's gradient, fp32, also of those that lie with another process: one by one, so that
+    the sum over all does not depend on where they lie.
+    """
+    grads = {p: grad for p in params if (grad := collected.gradients.get(p, p.grad)) is not None}
+    norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32), strict=True))
+    spread = [p for p in params if p in collected.gradients]
+    if collected.ranks is not None and spread:
+        found = torch.stack([norms[p] if p in norms else torch.zeros((), device=p.device) for p in spread])
+        dist.all_reduce(found, group=collected.ranks.group)
+        norms |= dict(zip(spread, found.unbind(), strict=True))
+    return torch.stack([norms[p] for p in params])

@@ -15,13 +15,13 @@ from .adamw import adamw_step
 from .groups import MAIN, Group, ParameterRow, blocks_text
 from .muon import muon_step
 from .ownership import ParameterPlacement, RankGroupLike, assign_owners
+from .rows import NOTHING, Collected, RowExchange, batches, rows_here
 from .settings import Settings
 from .sinkhorn import not_split, sinkhorn_step
 
 STATE_KEYS = {"muon": ("momentum",), "sinkhorn": ("momentum",), "adamw": ("mean", "square")}
 # (method, number of axes) of the parameters that may be split over processes, along their first axis.
 SPLITTABLE = {("muon", 3), ("sinkhorn", 2), *(("adamw", dims) for dims in (1, 2, 3))}
-BROADCAST_ELEMENTS = 1 << 25  # elements of updated weights in one broadcast message, which needs a copy of them
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -36,7 +36,8 @@ class Optimizer(torch.optim.Optimizer):
     state: only the owner of a parameter keeps its state, updates the parameter and sends the result to the other
     processes that hold it. All processes must then step together, with gradients for the same parameters. A 3-D stack
     of matrices may be split over processes by matrix, a table updated by Sinkhorn by row, and a parameter of AdamW
-    along its first axis; no other parameter may be split.
+    along its first axis; no other parameter may be split. Of a parameter whose placement has `rows` (a `DTensor`) each
+    process keeps some rows, but its owner updates the whole parameter: call `collect_gradients` before clipping.
     """
 
     def __init__(
@@ -49,6 +50,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([{**vars(group), "factor": 1.0} for group in groups], {"lr": 0.0})
         self._placements: dict[Tensor, ParameterPlacement] = {}
         self._owners: dict[Tensor, int] = {}
+        self._rows: RowExchange | None = None
+        self._weights: dict[Tensor, Tensor] = {}  # during a step, whole, those placed by rows that this process owns
+        self.collected = NOTHING  # between `collect_gradients` and the end of the step
         if placements is not None:
             self._assign_owners(placements)
 
@@ -60,6 +64,19 @@ class Optimizer(torch.optim.Optimizer):
     def parts(self) -> dict[Tensor, RankGroupLike]:
         """Maps each parameter that is split over processes to the group of these processes."""
         return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
+
+    def collect_gradients(self) -> None:
+        """Bring the gradients of parameters placed by rows to their owners, whole, into `collected`. The parameters
+        themselves have none then. All processes call it together, with gradients for the same parameters.
+        """
+        if self._rows is None:
+            return
+        rows = {param: rows_here(param.grad) for param in self._rows.owners if param.grad is not None}
+        whole = self._rows.collect(rows)
+        for param in rows:
+            param.grad = None
+        everyone = self._placements[next(iter(self._rows.owners))].replica_group
+        self.collected = Collected({param: whole.get(param) for param in rows}, everyone)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this process, once it has updated every parameter that it owns."""
@@ -99,8 +116,14 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        rows = {param: rows_here(param) for param in self.collected.gradients}
+        if self._rows is not None:
+            self._weights = self._rows.collect(rows)
         stepped = [param for group in self.param_groups if group["factor"] for param in self._step_group(group)]
-        self._broadcast_updated(stepped)
+        self._broadcast_updated([param for param in stepped if param not in rows])
+        if self._rows is not None:
+            self._rows.hand_out(self._weights, rows)
+        self._weights, self.collected = {}, NOTHING
         return loss
 
     def table(self) -> list[ParameterRow]:
@@ -150,7 +173,8 @@ class Optimizer(torch.optim.Optimizer):
         """Update those parameters of the group that this process owns; returns the parameters that all processes
         together update.
         """
-        trained = [i for i, param in enumerate(group["params"]) if param.grad is not None]
+        collected = self.collected.gradients
+        trained = [i for i, param in enumerate(group["params"]) if param.grad is not None or param in collected]
         self._check(group, trained)
         chosen = [i for i in trained if self.owns(group["params"][i])]
         if chosen:
@@ -158,9 +182,10 @@ class Optimizer(torch.optim.Optimizer):
         return [group["params"][i] for i in trained]
 
     def _update(self, group: dict[str, Any], chosen: Sequence[int]) -> None:
-        params = [group["params"][i] for i in chosen]
-        grads = [param.grad for param in params]
-        states = [self._state(param, STATE_KEYS[group["method"]]) for param in params]
+        held = [group["params"][i] for i in chosen]
+        grads = [self.collected.gradients.get(param, param.grad) for param in held]
+        params = [self._weights.get(param, param) for param in held]
+        states = [self._state(param, STATE_KEYS[group["method"]]) for param in held]
         buffers = [[state[key] for state in states] for key in STATE_KEYS[group["method"]]]
         numbers = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if group["method"] == "muon":
@@ -170,10 +195,10 @@ class Optimizer(torch.optim.Optimizer):
         elif group["method"] == "sinkhorn":
             parts = self.parts
             (momenta,) = buffers
-            for param, grad, momentum in zip(params, grads, momenta, strict=True):
+            for param, weight, grad, momentum in zip(held, params, grads, momenta, strict=True):
                 reduce = partial(_sum_over, parts[param]) if param in parts else not_split
                 settings = self.settings.sinkhorn
-                sinkhorn_step(param, grad, momentum, lr=group["lr"], settings=settings, reduce=reduce)
+                sinkhorn_step(weight, grad, momentum, lr=group["lr"], settings=settings, reduce=reduce)
         else:
             for state in states:
                 state["step"] = state.get("step", 0) + 1
@@ -197,6 +222,9 @@ class Optimizer(torch.optim.Optimizer):
         for held in kinds.values():
             owners = assign_owners([size for _, size in held], self._placements[held[0][0]].replica_group.size)
             self._owners |= {param: owner for (param, _), owner in zip(held, owners, strict=True)}
+        rows = {param: place.rows for param, place in self._placements.items() if place.rows is not None}
+        if rows:
+            self._rows = RowExchange(next(iter(rows.values())), {param: self._owners[param] for param in rows})
 
     def _broadcast_updated(self, stepped: Sequence[Tensor]) -> None:
         """Broadcast each updated parameter from its owner to the other processes that hold it, several parameters in
@@ -209,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
                 messages[place.shard_group.size, self._owners[param], param.dtype].append(param)
         for (_, owner, _), params in messages.items():
             replicas = self._placements[params[0]].replica_group
-            for batch in _batches(params):
+            for batch in batches(params):
                 flat = torch.cat([param.flatten() for param in batch])
                 dist.broadcast(flat, group=replicas.group, group_src=owner)
                 if replicas.rank != owner:
@@ -220,7 +248,7 @@ class Optimizer(torch.optim.Optimizer):
         state = self.state[param]
         for key in keys:
             if key not in state:
-                state[key] = torch.zeros_like(param, dtype=torch.float32)
+                state[key] = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
         return state
 
     @staticmethod
@@ -234,22 +262,10 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name}: the parameter has shape {list(param.shape)}, but {group['method']} needs whole matrices "
                     "in each process"
                 )
-            if param.grad.is_sparse:
+            if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
 
 
 def _sum_over(ranks: RankGroupLike, tensor: Tensor) -> Tensor:
     dist.all_reduce(tensor, group=ranks.group)
     return tensor
-
-
-def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
-    room = BROADCAST_ELEMENTS
-    for param in params:
-        if batch and param.numel() > room:
-            yield batch
-            batch, room = [], BROADCAST_ELEMENTS
-        batch.append(param)
-        room -= param.numel()
-    yield batch

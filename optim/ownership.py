@@ -29,18 +29,33 @@ class RankGroupLike(Protocol):
     def size(self) -> int: ...
 
 
+class RowGroups(NamedTuple):
+    """Which processes keep the rows of a parameter that is whole only while it is used or updated.
+
+    Attributes:
+        keepers: consecutive processes of `ParameterPlacement.replica_group`; each keeps ceil(rows / size) consecutive
+            rows, the last ones fewer or none.
+        copies: the processes that keep the same rows, one of every set of keepers, in order.
+    """
+
+    keepers: RankGroupLike
+    copies: RankGroupLike
+
+
 class ParameterPlacement(NamedTuple):
     """Which processes hold one parameter, from the point of view of this process.
 
     Attributes:
-        replica_group: the processes that hold the same values of the parameter.
+        replica_group: the processes that hold the same values of the parameter; with `rows`, that use the same values.
         shard_group: the processes over which the parameter is split along its first axis (rows or experts).
         numel: number of elements of the largest part of the parameter; every process has the same number here.
+        rows: given if the parameter is a `DTensor` of which each process keeps some rows; its owner updates the whole.
     """
 
     replica_group: RankGroupLike
     shard_group: RankGroupLike
     numel: int
+    rows: RowGroups | None = None
 
 
 def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 from tokenizers import Tokenizer
+from torch.distributed.tensor import DTensor
 
 from data import build_loaders, load_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
@@ -21,8 +22,9 @@ from model.checkpoint.names import check_packable
 from model.count import least_parameters
 from model.engram import build_token_map
 from model.packed import held_bytes
-from model.parallel.ranks import RankGroup
+from model.parallel.ranks import RankGroup, rows_here
 from optim import Optimizer, ParameterPlacement, assign
+from optim.ownership import RowGroups
 from train.answers import own_answers
 from train.checkpoint import run_state
 from train.checkpoint.background import Background
@@ -32,8 +34,9 @@ from train.config.dspark import DsparkConfig
 from train.config.problems import ConfigError, problem
 from train.config.rl import RlConfig
 from train.config.schema import Config
+from train.distributed.dense import shard_dense
 from train.distributed.engine import Engine
-from train.distributed.world import World, pick_device
+from train.distributed.world import World, axis_group, pick_device
 from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
 
 Batch = dict[str, torch.Tensor]
@@ -118,7 +121,7 @@ class Run:
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = {"weights": parameters, "gradients": trained}
-        sizes = {name: sum(map(held_bytes, some)) for name, some in held.items()}
+        sizes = {name: sum(held_bytes(rows_here(parameter)) for parameter in some) for name, some in held.items()}
         return sizes | {"optimizer state": self.optimizer.state_bytes()}
 
     @property
@@ -177,6 +180,8 @@ def build(config: Config, world: World | None = None) -> Run:
         train_batches, valid_batches = open_data(answered, world, tokenizer, model_config, notes)
     model.eval()  # train_step switches to training mode and back
     freeze(config, model)
+    if world.dense_mesh is not None:
+        shard_dense(model, world.dense_mesh, world.parallel.dense, config.parallel.precision == "bf16")
     optimizer = build_optimizer(config, model_config, model, world)
     engine = Engine(world, model, optimizer)
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
@@ -391,6 +396,10 @@ def build_optimizer(
 def placement_of(parameter: torch.nn.Parameter, world: World) -> ParameterPlacement:
     """Return which processes of ``world`` hold a parameter or a part of it."""
     shard = getattr(parameter, "shard", None)
+    if isinstance(parameter, DTensor):
+        assert world.dense_mesh is not None, "nothing else makes it a DTensor"
+        rows = RowGroups(world.parallel.dense, axis_group(world.dense_mesh, "sets"))
+        return ParameterPlacement(world.replica_groups[1], RankGroup(), parameter.numel(), rows)
     if shard is None:
         return ParameterPlacement(world.replica_groups[1], RankGroup(), parameter.numel())
     largest = -(-shard.total // shard.ranks.size) * parameter.shape[1:].numel()

@@ -67,17 +67,17 @@ def train_step(
     denominators = type(each[0]).from_tensor(world.sum_(counted))
     sums: dict[str, torch.Tensor] = {}
     model.train()  # LoRA adapters may have dropout
-    for batch, real in zip(batches, is_real, strict=True):
+    for number, (batch, real) in enumerate(zip(batches, is_real, strict=True), start=1):
         with run.autocast():
             losses = losses_of(batch, denominators)
-        run.engine.backward(losses.total * real)
+        run.engine.backward(losses.total * real, last=number == len(batches))
         for name, value in _loss_sums(losses).items():
             sums[name] = sums.get(name, 0) + value * real
     model.eval()
     run.engine.reduce()
     raise_faults(model)
     sums = world.sum_all(sums)
-    norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts)
+    norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts, optimizer.collected)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
     balance_routers(run, sums["expert_load"])

@@ -82,12 +82,15 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
         packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
         released_scales = {s.name: s.scales().clone() for s in sources if s.scales is not None and s.name not in packed}
         for source in sources:
-            target, row = targets[source.name].tensor, 0
-            if isinstance(target, PackedWeight):
-                _copy_stored(target, source)
+            part = targets[source.name]
+            if isinstance(part.tensor, PackedWeight):
+                _copy_stored(part.tensor, source)
                 continue
+            row = source.start
             for block in source.blocks():
-                target[row : row + len(block)].copy_(block)
+                low, high = max(row, part.rows.start), min(row + len(block), part.rows.stop)
+                if low < high:  # not all rows of a tile need be this process's
+                    part.tensor[low - part.start : high - part.start].copy_(block[low - row : high - row])
                 row += len(block)
     model.released_scales = released_scales  # type: ignore[assignment]
 
@@ -122,7 +125,8 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
     """
     folder = Path(folder)
     shapes = {part.name: part.shape for part in held}
-    rows = {part.name: part.rows for part in held if part.tensor is not None}
+    rows = {part.name: part.tiles for part in held if part.tensor is not None}
+    divided = {part.name for part in held if part.divided}
     try:
         quantised = is_quantised(config.to_dict())
     except ValueError as error:
@@ -142,9 +146,9 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
             if name not in rows and name not in drafter:  # a scale, or a tensor that only other processes hold
                 continue
             if packing := packings.get(name):
-                sources.append(shards.quantised(name, packing, rows.get(name)))
+                sources.append(shards.quantised(name, packing, rows.get(name), name in divided))
             elif scale_name(name) in scales and not quantised:
-                tiles = tile_span(rows[name], packing_of(name)) if name in rows else None
+                tiles = tile_span(rows[name], packing_of(name)) if name in rows and name not in divided else None
                 read = partial(scale_shards.read, scale_name(name), tiles)
                 sources.append(shards.plain(name, rows.get(name))._replace(scales=read))
             else:

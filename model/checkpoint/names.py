@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.released import packing_of, tile_span
-from model.parallel.ranks import ONE_RANK, RankGroup
+from model.parallel.ranks import ONE_RANK, RankGroup, rows_here
 
 SCALES = "released_scales.tensors"  # a safetensors file that other programs' *.safetensors do not match
 
@@ -82,10 +82,20 @@ class TensorShard(NamedTuple):
     start: int
     number: int  # position among all tensors of the model
     copies: RankGroup  # the processes that together hold all rows (or experts), each only once
+    divided: bool = False  # the rows may begin and end within a tile (see `Parallel.dense`); kept scales are whole
 
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + (0 if self.tensor is None else len(self.tensor)))
+
+    @property
+    def tiles(self) -> slice:
+        """The rows of the tiles that this process's rows are in, for `packing_of(self.name)`."""
+        packing = packing_of(self.name) if self.divided else None
+        height = 1 if packing is None else packing.tile_rows
+        return slice(
+            self.rows.start // height * height, min(-(-self.rows.stop // height) * height, (*self.shape, 1)[0])
+        )
 
     def written_by(self, ranks: RankGroup) -> bool:
         """Whether this process writes its rows to the file; exactly one of all processes that hold the same rows writes
@@ -103,20 +113,20 @@ def released_tensors(model: nn.Module) -> Iterator[TensorShard]:
     """
     number = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
-        shard = getattr(tensor, "shard", None)
-        tensor = tensor.detach()
+        shard, divided = getattr(tensor, "shard", None), hasattr(tensor, "to_local")
+        tensor = rows_here(tensor)
         start, total = (0, len(tensor)) if shard is None else (shard.start, shard.total)
         shape = (total, *tensor.shape[1:])
         ranks = ONE_RANK if shard is None else shard.ranks
         if not _STACKED.fullmatch(name):
-            found = [(shape, tensor if len(tensor) else None, start)]
+            found = [(shape, tensor if len(tensor) or divided else None, start)]
         else:
             found = [
                 (shape[1:], tensor[expert - start] if 0 <= expert - start < len(tensor) else None, 0)
                 for expert in range(total)
             ]
         for released, (whole, part, first) in zip(released_names(name, torch.Size(shape)), found, strict=True):
-            yield TensorShard(released, tuple(whole), tensor.dtype, part, first, number, ranks)
+            yield TensorShard(released, tuple(whole), tensor.dtype, part, first, number, ranks, divided)
             number += 1
 
 
@@ -139,8 +149,10 @@ def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
     for part in released_tensors(model) if kept else ():
         if part.name in kept:
             packing = packing_of(part.name)
-            first = tile_span(part.rows, packing).start
-            yield part._replace(shape=packing.scale_shape(*part.shape), tensor=kept[part.name], start=first)
+            first = 0 if part.divided else tile_span(part.rows, packing).start
+            copies = ONE_RANK if part.divided else part.copies
+            shape = packing.scale_shape(*part.shape)
+            yield part._replace(shape=shape, tensor=kept[part.name], start=first, copies=copies)
 
 
 def allocate_scales(model: nn.Module, names: Container[str]) -> None:
@@ -148,7 +160,10 @@ def allocate_scales(model: nn.Module, names: Container[str]) -> None:
     values are not initialised.
     """
     model.released_scales = {  # type: ignore[assignment]
-        part.name: torch.empty(packing_of(part.name).scale_shape(*part.tensor.shape), dtype=torch.float8_e8m0fnu)
+        part.name: torch.empty(
+            packing_of(part.name).scale_shape(*(part.shape if part.divided else part.tensor.shape)),
+            dtype=torch.float8_e8m0fnu,
+        )
         for part in (released_tensors(model) if names else ())
         if part.name in names and part.tensor is not None
     }

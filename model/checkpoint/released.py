@@ -228,9 +228,12 @@ class Shards:
 
         return TensorSource(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
 
-    def quantised(self, name: str, packing: Packing, rows: slice | None = None) -> TensorSource:
-        """The `TensorSource` of a quantised weight, or of some of its rows; it yields unpacked fp32 blocks. Reading
-        raises ValueError if the weight has a NaN or infinite value.
+    def quantised(
+        self, name: str, packing: Packing, rows: slice | None = None, whole_scales: bool = False
+    ) -> TensorSource:
+        """The `TensorSource` of a quantised weight, or of some of its rows; it yields unpacked fp32 blocks. With
+        `whole_scales` its scales are those of all rows. Reading raises ValueError if the weight has a NaN or infinite
+        value.
         """
         path, _, (height, columns) = self.headers[name]
         shape = (height, 2 * columns if packing.codes == torch.int8 else columns)
@@ -251,7 +254,7 @@ class Shards:
             return ((codes, scale) for codes, scale, _ in pieces())
 
         def read_scales() -> Tensor:
-            return self.read(scale_name(name), tile_span(rows, packing))
+            return self.read(scale_name(name), None if whole_scales else tile_span(rows, packing))
 
         return TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored)
 

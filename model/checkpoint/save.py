@@ -40,7 +40,8 @@ from model.config import ModelConfig
 from model.engram import engram_tables
 from model.packed import PackedWeight
 from model.parallel.collective_errors import all_or_none, gather_objects
-from model.parallel.ranks import ONE_RANK, RankGroup
+from model.parallel.exchange import exchange
+from model.parallel.ranks import ONE_RANK, RankGroup, row_shard
 from model.quantize import Packing
 
 SHARD_BYTES = 4 * 2**30
@@ -92,6 +93,7 @@ def save_pretrained(
         raise ValueError(
             f"the model is split over {spread} processes, so all of these must save it together, not {ranks.size}"
         )
+    held = [_whole(part, ranks) if part.divided else part for part in held]
     with_scales = _kept_anywhere(held, scales, ranks) if format == "plain" else ()
     with whole_folder(Path(folder), ranks) as work:
         write_checkpoint(
@@ -102,6 +104,23 @@ def save_pretrained(
                 tokenizer.save(str(work / "tokenizer.json"))
             for name, text in (companions or {}).items():
                 (work / name).write_text(text, encoding="utf-8")
+
+
+def _whole(part: TensorShard, ranks: RankGroup) -> TensorShard:
+    """A matrix whose rows several processes keep, brought together at the one that writes it, since only whole tiles
+    can be quantised. All `ranks` call this together; each gets as many matrices as every other.
+    """
+    assert part.tensor is not None, "divided parts are never without a tensor"
+    keepers, writer = part.copies, part.number % ranks.size
+    whole = None
+    if writer // keepers.size == ranks.rank // keepers.size:
+        shards = [row_shard(part.shape[0], replace(keepers, rank=rank)) for rank in range(keepers.size)]
+        mine = writer == ranks.rank
+        receive = [len(shard) * mine for shard in shards]
+        send = [part.tensor.shape[0] * (rank == writer % keepers.size) for rank in range(keepers.size)]
+        (whole,) = exchange((part.tensor,), send, receive, keepers)
+    tensor = whole if writer == ranks.rank else None
+    return part._replace(tensor=tensor, start=0, copies=RankGroup(size=ranks.size))
 
 
 def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 
@@ -42,17 +42,25 @@ class Parallel:
     embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ones may own fewer
     or none.
     context: ranks that the tokens of a micro-batch are split over, in consecutive chunks (context parallelism).
+    dense: ranks that keep the rows of the blocks' dense matrices, divided like those of a table. While a block runs its
+    matrices are whole on every rank (FSDP2, see `train/distributed/dense.py`), so that `model` computes as without.
     """
 
     experts: RankGroup = ONE_RANK
     tables: RankGroup = ONE_RANK
     shard_embeddings: bool = False
     context: RankGroup = ONE_RANK
+    dense: RankGroup = ONE_RANK
 
     @property
     def vocabulary(self) -> RankGroup:
         """The ranks that the token embedding and the head are split over."""
         return self.tables if self.shard_embeddings else ONE_RANK
+
+    @property
+    def together(self) -> bool:
+        """Whether a pass over the model is something that ranks can only do together."""
+        return max(self.experts.size, self.tables.size, self.dense.size) > 1
 
 
 ONE_PROCESS = Parallel()
@@ -74,6 +82,12 @@ class Shard:
     def height(self) -> int:
         """Entries of a full shard."""
         return -(-self.total // self.ranks.size)
+
+
+def rows_here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or buffer, as a plain detached tensor that shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes half a second
 
 
 def row_shard(total: int, ranks: RankGroup) -> Shard:

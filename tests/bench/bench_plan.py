@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.parallel.ranks import Parallel, RankGroup
+from model.parallel.ranks import Parallel, RankGroup, rows_here
 from tests.distributed.ranks import Group
 from train.build import Run, build
 from train.config.compose import CONF_DIR, open_overrides
@@ -28,30 +28,31 @@ from train.config.parse import parse
 from train.config.schema import Config
 from train.distributed.launch import launch
 from train.distributed.launchers import run_to_the_end
-from train.distributed.world import World
+from train.distributed.world import World, axis_group, rank_mesh
 from train.loop import train_step
 from train.planning.resources import plan
-from train.planning.traffic import GRADIENTS, UPDATES
+from train.planning.traffic import GATHERED, OWNED
 
 RANKS = 2
-BY_STEP = (GRADIENTS, UPDATES)  # what the engine and the optimizer send
-# name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings
+SEEN = ("all-to-all", "head gathered", GATHERED, OWNED)  # what `Sent` counts: no sums of gradients
+# name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings, parallel.dense_shards
 LAYOUTS = {
-    "experts over 2": (2, 1, False),
-    "Engram tables over 2": (1, 2, False),
-    "all of these, embedding and head over 2": (2, 2, True),
+    "experts over 2": (2, 1, False, 1),
+    "Engram tables over 2": (1, 2, False, 1),
+    "dense matrices over 2": (1, 1, False, 2),
+    "experts, tables, embedding and head over 2": (2, 2, True, 1),
 }
 MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched", "string", "textwrap", "token")
 
 
 def configure(folder: Path, layout: str) -> Config:
-    experts, tables, embeddings = LAYOUTS[layout]
+    experts, tables, embeddings, dense = LAYOUTS[layout]
     given = [
         "task=plan", "plan.load_factor=1.0", "model=tiny", "optim=report",
         "task.seq_len=64", "task.micro_batch=4", "task.global_batch_rows=8",
         "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={RANKS}",
         f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
-        f"parallel.shard_embeddings={str(embeddings).lower()}",
+        f"parallel.shard_embeddings={str(embeddings).lower()}", f"parallel.dense_shards={dense}",
         "data.source=text", f"data.paths=[{folder}/text]", f"data.validation_paths=[{folder}/text/token.txt]",
         f"data.cache_dir={folder}/cache", "data.vocab_size=512",
     ]  # fmt: skip
@@ -61,12 +62,12 @@ def configure(folder: Path, layout: str) -> Config:
 
 def parallel_of(layout: str, split: RankGroup) -> Parallel:
     """How a layout spreads the model over the two processes."""
-    experts, tables, embeddings = LAYOUTS[layout]
-    return Parallel(split if experts > 1 else RankGroup(), split if tables > 1 else RankGroup(), embeddings)
+    experts, tables, embeddings, dense = (split if n > 1 else RankGroup() for n in LAYOUTS[layout])
+    return Parallel(experts, tables, LAYOUTS[layout][2], dense=dense)
 
 
 class Sent:
-    """Counts the bytes that the model's exchanges are given for other ranks, while it is entered."""
+    """Counts the bytes that are given to exchanges and gathers for other ranks, while it is entered."""
 
     def __enter__(self) -> Sent:
         self.bytes, self.kept = 0, (dist.all_to_all_single, dist.all_gather_single)
@@ -93,19 +94,19 @@ def measure(config: Config, world: World) -> dict[str, float]:
     run = build(config, world)
     batches = iter(run.train_batches)
     step = [run.to_device(next(batches)) for _ in range(run.micro_batches)]
-    held: dict[str, float] = {"weights": _bytes(run.model.parameters())}
-    reduce = run.engine.reduce
+    held: dict[str, float] = {"weights": _bytes(map(rows_here, run.model.parameters()))}
+    collect = run.optimizer.collect_gradients
 
-    def reduced() -> None:
-        reduce()
-        held["gradients"] = _bytes(p.grad for p in run.model.parameters() if p.grad is not None)
+    def collected() -> None:
+        held["gradients"] = _bytes(rows_here(p.grad) for p in run.model.parameters() if p.grad is not None)
+        collect()
 
-    run.engine.reduce = reduced
+    run.optimizer.collect_gradients = collected
     with Sent() as sent:
         train_step(run, step, 0, 0)
     for method in ("muon", "sinkhorn", "adamw"):
         held[f"optimizer state, {method}"] = _state_bytes(run, method)
-    return held | {"sent for experts and tables": sent.bytes, "remote share": _remote_share(run, step)}
+    return held | {"sent by the model and to owners": sent.bytes, "remote share": _remote_share(run, step)}
 
 
 def _remote_share(run: Run, step: list[dict]) -> float:
@@ -131,9 +132,10 @@ def rank_main(folder: Path) -> None:
     """One of the processes: measure every layout; the first writes what all found."""
     split = launch(configure(folder, list(LAYOUTS)[-1]).parallel)
     with split.collective_guard():
-        found = {}
+        found, mesh = {}, rank_mesh(RANKS, split.device)
         for layout in LAYOUTS:
-            world = replace(split, parallel=parallel_of(layout, split.parallel.experts))
+            parallel = parallel_of(layout, axis_group(mesh, "parts") if "dense" in layout else split.parallel.experts)
+            world = replace(split, parallel=parallel, dense_mesh=mesh if parallel.dense.size > 1 else None)
             found[layout] = world.gather(measure(configure(folder, layout), world))
         if split.first:
             torch.save(found, folder / "found.pt")
@@ -153,7 +155,7 @@ def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]
         p = plan(configure(folder, layout))
         terms = {"weights": sum(p.weights.values()), "gradients": sum(p.gradients.values())}
         terms |= {f"optimizer state, {method}": size for method, size in p.state.items()}
-        terms["sent for experts and tables"] = sum(p.traffic[kind] for kind in p.traffic if kind not in BY_STEP)
+        terms["sent by the model and to owners"] = sum(p.traffic[kind] for kind in p.traffic if kind.startswith(SEEN))
         state = [sum(held[term] for term in held if term.startswith("optimizer state")) for held in ranks]
         both[layout] = terms, ranks[state.index(max(state))]
     return both

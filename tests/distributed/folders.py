@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "model")]
@@ -24,15 +25,16 @@ from tiny import tiny_config  # noqa: E402
 from model import build_model, load_weights, save_pretrained  # noqa: E402
 from model.checkpoint.names import allocate_scales, released_tensors, scale_parts  # noqa: E402
 from model.checkpoint.released import file_headers, packing_of  # noqa: E402
-from model.parallel.ranks import Parallel, RankGroup  # noqa: E402
+from model.parallel.ranks import Parallel, RankGroup, rows_here  # noqa: E402
 from optim import Optimizer, Rule, assign  # noqa: E402
 from train.build import Run, build, placement_of  # noqa: E402
 from train.checkpoint import run_state, storage  # noqa: E402
 from train.checkpoint.background import Background  # noqa: E402
 from train.checkpoint.run_state import TrainerState  # noqa: E402
+from train.distributed.dense import shard_dense  # noqa: E402
 from train.distributed.launch import launch  # noqa: E402
 from train.distributed.launchers import find_process, run_to_the_end  # noqa: E402
-from train.distributed.world import World  # noqa: E402
+from train.distributed.world import World, axis_group, rank_mesh  # noqa: E402
 from train.loop import train_step  # noqa: E402
 
 RULES = [
@@ -60,6 +62,11 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor if shard is None else tensor[shard.start : shard.stop]
 
 
+def owned(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter's state that its owner has: all of it where only the weight is divided (optim.rows)."""
+    return state if isinstance(parameter, DTensor) else rows_of(state, parameter)
+
+
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     shard = getattr(tensor, "shard", None)
     return tuple(tensor.shape) if shard is None else (shard.total, *tensor.shape[1:])
@@ -69,16 +76,20 @@ class Place:
     """A model and an optimizer in one layout."""
 
     def __init__(self, layout: str, salt: int = 0, **changes: object):
-        experts, tables, embeddings = re.fullmatch(r"ep(\d)t(\d)(s?)", layout).groups()
+        experts, tables, embeddings, dense = re.fullmatch(r"ep(\d)t(\d)(s?)(?:d(\d))?", layout).groups()
         size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         groups = {int(n): split(int(n), rank, size) for n in sorted({experts, tables})}
-        parallel = Parallel(groups[int(experts)][0], groups[int(tables)][0], bool(embeddings))
+        mesh = rank_mesh(int(dense), CPU) if dense else None
+        keepers = axis_group(mesh, "parts") if mesh is not None else RankGroup()
+        parallel = Parallel(groups[int(experts)][0], groups[int(tables)][0], bool(embeddings), dense=keepers)
         everyone = RankGroup(dist.group.WORLD, rank, size) if size > 1 else RankGroup()
         replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
-        world = World(CPU, rank, size, parallel, replica_groups)
+        world = World(CPU, rank, size, parallel, replica_groups, dense_mesh=mesh)
         self.config = tiny_config(vision=True, engram=True, **changes)
         token_map = torch.arange(self.config.text.vocab_size) % 50
         self.model = build_model(self.config, token_map=token_map, parallel=parallel)
+        if mesh is not None:
+            shard_dense(self.model, mesh, keepers, bf16=False)
         places = {n: placement_of(p, world) for n, p in self.model.named_parameters()} if size > 1 else None
         self.optimizer = Optimizer(assign(self.model.named_parameters(), RULES), placements=places)
         self.salt = salt
@@ -95,12 +106,12 @@ class Place:
     @torch.no_grad()
     def fill(self) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            tensor.copy_(rows_of(known(name, whole_shape(tensor), self.salt), tensor))
+            rows_here(tensor).copy_(rows_of(known(name, whole_shape(tensor), self.salt), tensor))
         for name, parameter, keys in self.named_state():
             if self.optimizer.owns(parameter):
                 state = self.optimizer.state[parameter]
                 for key in keys:
-                    state[key] = rows_of(known(f"{name} {key}", whole_shape(parameter), self.salt), parameter).clone()
+                    state[key] = owned(known(f"{name} {key}", whole_shape(parameter), self.salt), parameter).clone()
                 if keys[0] == "mean":
                     state["step"] = 3
         allocate_scales(self.model, {part.name for part in released_tensors(self.model) if packing_of(part.name)})
@@ -110,7 +121,7 @@ class Place:
     def check(self, salt: int, state: bool = True) -> None:
         """Every number is the one known, to the bit; and what is nobody else's is not here."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            assert torch.equal(tensor, rows_of(known(name, whole_shape(tensor), salt), tensor)), name
+            assert torch.equal(rows_here(tensor), rows_of(known(name, whole_shape(tensor), salt), tensor)), name
         scales = list(scale_parts(self.model))
         held = {part.name for part in released_tensors(self.model) if part.tensor is not None and packing_of(part.name)}
         assert {part.name for part in scales} == held
@@ -125,7 +136,7 @@ class Place:
             assert found.keys() == {*keys, *(["step"] if keys[0] == "mean" else [])}, name
             for key in keys:
                 wanted = known(f"{name} {key}", whole_shape(parameter), salt)
-                assert torch.equal(found[key], rows_of(wanted, parameter)), (name, key)
+                assert torch.equal(found[key], owned(wanted, parameter)), (name, key)
             assert found.get("step", 3) == 3
 
     def save(self, folder: Path, background: Background | None = None) -> Path:
@@ -192,6 +203,13 @@ def import_(folder: Path, layout: str, step: int, name: str) -> None:
     place = Place(layout)
     load_weights(place.model, folder / name)
     place.check(step, state=False)
+
+
+def through(folder: Path, layout: str, source: str, target: str) -> None:
+    """A quantised folder read and written again."""
+    place = Place(layout)
+    load_weights(place.model, folder / source)
+    save_pretrained(place.model, folder / target, format="released", shard_bytes=30_000, ranks=storage.ranks())
 
 
 def refuse(folder: Path, layout: str, step: int) -> None:
@@ -272,10 +290,10 @@ def train(folder: Path, layout: str, first: int, last: int, source: str, target:
 
 
 def made(layout: str, folder: Path) -> Run:
-    parts_ = int(layout[2])
+    parts_, dense = map(int, re.fullmatch(r"ep(\d)(?:d(\d))?", layout).groups(default="1"))
     size = find_process().size
-    config = steps.configure("passes", size, parts_, CORPUS[0])
-    return build(config, steps.at(WORLD[0], parts_) if size > 1 else WORLD[0])
+    config = steps.configure("passes", size, parts_, CORPUS[0], dense)
+    return build(config, steps.at(WORLD[0], parts_, dense) if size > 1 else WORLD[0])
 
 
 def resume(run: Run, folder: Path, step: int) -> TrainerState:
@@ -285,8 +303,8 @@ def resume(run: Run, folder: Path, step: int) -> TrainerState:
     )  # fmt: skip
 
 
-JOBS = {"save": save, "load": load, "export": export, "import": import_, "refuse": refuse, "fail": fail, "die": die,
-        "train": train}  # fmt: skip
+JOBS = {"save": save, "load": load, "export": export, "import": import_, "through": through, "refuse": refuse,
+        "fail": fail, "die": die, "train": train}  # fmt: skip
 
 
 WORLD = [World(CPU)]

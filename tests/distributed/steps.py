@@ -1,6 +1,6 @@
 """Ten training steps on made batches, in any layout: run by every rank of a test, and by the test alone to compare.
 
-python tests/distributed/steps.py FOLDER CASE...   (a case: name of CASES @ EP)
+python tests/distributed/steps.py FOLDER CASE...   (a case: name of CASES @ EP; or @ EP d G, the dense matrices over G)
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
+from torch.distributed.tensor import DTensor
 
 from model import LossDenominators, Losses
-from model.parallel.ranks import Parallel
+from model.parallel.ranks import Parallel, RankGroup, rows_here
 from train.build import Run, build
 from train.config.compose import CONF_DIR, open_overrides
 from train.config.parse import parse
@@ -21,7 +22,7 @@ from train.config.schema import Config
 from train.distributed.engine import make_groups
 from train.distributed.launch import launch
 from train.distributed.launchers import find_process, run_to_the_end
-from train.distributed.world import World
+from train.distributed.world import World, axis_group, rank_mesh
 from train.errors import NonFiniteError
 from train.loop import train_step
 from train.lora.inject import save_adapter
@@ -46,6 +47,7 @@ CASES = {
     "both": (4, (RECOMPUTE,)),
     "defaults": (1, DEFAULTS),
     "images": (1, VISION),
+    "bf16": (1, (RECOMPUTE, "parallel.precision=bf16")),
     "lora": (2, ("optim=adamw", "lora=all", "lora.rank=4", "lora.targets=[attention,experts,head]",
                  "optim.settings.adamw.eps=1.0e-4", "optim.schedule.peak=2.0e-4")),
 }  # fmt: skip
@@ -102,7 +104,7 @@ def _rows(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, to
 def whole(run: Run) -> dict[str, torch.Tensor]:
     """Every parameter and buffer as one process would hold it; ranks that hold the same must agree to the bit."""
     copies: dict[str, dict[tuple, torch.Tensor]] = {}
-    mine = {n: ((s.start, s.stop) if (s := getattr(t, "shard", None)) else (0, 0), t.detach())
+    mine = {n: ((s.start, s.stop) if (s := getattr(t, "shard", None)) else (0, 0), rows_here(t))
             for n, t in run.model.state_dict(keep_vars=True).items()}  # fmt: skip
     for held in run.world.gather(mine):
         for name, (span, tensor) in held.items():
@@ -116,7 +118,7 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     """The numbers of every step (with images of four, one of each kind) and the model before the first and after the
     last. No token may choose expert 3 of the first layer.
     """
-    config = configure(case, world.size, world.parallel.experts.size, corpus)
+    config = configure(case, world.size, world.parallel.experts.size, corpus, world.parallel.dense.size)
     run = build(config, world)
     for bias in run.model.router_biases()[0]:
         bias[3] = -1000.0
@@ -134,7 +136,9 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     state = [t for held in run.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in state)
     assert size == run.optimizer.state_bytes()
-    return {"losses": losses, "norms": norms, "counts": counts, "before": before, "tensors": whole(run),
+    matrices = [p for p in run.model.parameters() if isinstance(p, DTensor)]
+    kept = {"matrices": sum(p.numel() for p in matrices), "kept": sum(rows_here(p).numel() for p in matrices)}
+    return {"losses": losses, "norms": norms, "counts": counts, "before": before, "tensors": whole(run), **kept,
             "state": world.gather(size)}  # fmt: skip
 
 
@@ -155,11 +159,14 @@ def stop_everywhere(world: World, corpus: Path) -> None:
         raise AssertionError("the step was taken")
 
 
-def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
-    """The configuration of a case for so many processes, with experts and tables in so many parts."""
+def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1) -> Config:
+    """The configuration of a case for so many processes, with experts and tables in so many parts, and the dense
+    matrices over so many.
+    """
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
             f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
-    layout = (f"parallel.world_size={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}")
+    layout = (f"parallel.world_size={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}",
+              f"parallel.dense_shards={dense}")  # fmt: skip
     passes, own = CASES[case]
     cut = passes * size if passes > 1 else 1  # a single pass is shared by rows
     settings = [*TINY, *data, *layout, f"task.global_batch_rows={ROWS}", f"task.micro_batch={ROWS // cut}", *own]
@@ -169,11 +176,13 @@ def configure(case: str, size: int, parts: int, corpus: Path) -> Config:
         return parse(compose("train", overrides=open_overrides(settings)))
 
 
-def at(world: World, parts: int) -> World:
-    """The same processes with experts and tables split into so many parts."""
+def at(world: World, parts: int, dense: int = 1) -> World:
+    """The same processes with experts and tables in so many parts, and the dense matrices over so many ranks."""
     split, same = make_groups(parts, find_process())
-    parallel = Parallel(split, split, shard_embeddings=parts > 1) if parts > 1 else Parallel()
-    return replace(world, parallel=parallel, replica_groups={**world.replica_groups, parts: same})
+    mesh = rank_mesh(dense, world.device) if dense > 1 else None
+    keepers = axis_group(mesh, "parts") if mesh is not None else RankGroup()
+    parallel = Parallel(split, split, parts > 1, dense=keepers) if parts > 1 else Parallel(dense=keepers)
+    return replace(world, parallel=parallel, replica_groups={**world.replica_groups, parts: same}, dense_mesh=mesh)
 
 
 def main(folder: Path, cases: list[str]) -> None:
@@ -182,8 +191,8 @@ def main(folder: Path, cases: list[str]) -> None:
     with world.collective_guard():
         stop_everywhere(at(world, size), folder)
         for case in cases:
-            name, parts = case.split("@")
-            found = ten_steps(name, at(world, int(parts)), folder)
+            name, layout = case.split("@")
+            found = ten_steps(name, at(world, *map(int, layout.split("d"))), folder)
             if world.first:
                 torch.save(found, folder / f"{size}-{case}.pt")
 

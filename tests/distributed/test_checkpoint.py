@@ -37,14 +37,18 @@ def one(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two(one: Path, corpus: Path) -> Path:
-    """By two: steps 1, 2 and 3. They also read back, refuse another model and fail together; and train four steps, at
-    once and in two parts.
+    """By two: steps 1, 2, 3 and 8 (whose dense matrices are kept by rows). They also read back, refuse another model
+    and fail together; and train four steps, at once and in two parts.
     """
     saves = ("save:ep2t2:1", "save:ep1t1:2", "save:ep2t2s:3:background")
     loads = ("load:ep2t2:1:2", "load:ep1t1:1:2", "load:ep2t2s:2:2", "load:ep1t2:3:2", "load:ep2t2:7:1")
+    dense = ("save:ep2t2d2:8", "load:ep2t2d2:8:2", "load:ep2t2:8:2", "load:ep1t1d2:1:2", "load:ep2t2sd2:7:1")
+    dense += ("export:ep2t2d2:5:released:released-dense", "export:ep1t1d2:5:plain:plain-dense",
+              "import:ep2t2d2:5:plain-1", "through:ep2t2d2:released-1:released-through")  # fmt: skip
     exports = ("export:ep2t2:5:released:released-2", "export:ep2t2s:5:plain:plain-2", "import:ep2t2s:5:plain-1")
     trains = ("train:ep2:0:4::whole", "train:ep2:2:4:whole:same", "train:ep1:2:4:whole:copies")
-    succeed(2, one, corpus, *saves, *loads, *exports, "refuse:ep2t2:1", "fail:ep2t2:4", *trains)
+    trains += ("train:ep2d2:2:4:whole:divided", "train:ep2d2:0:4::rows", "train:ep2d2:2:4:rows:again")
+    succeed(2, one, corpus, *saves, *loads, *dense, *exports, "refuse:ep2t2:1", "fail:ep2t2:4", *trains)
     return one
 
 
@@ -52,19 +56,22 @@ def two(one: Path, corpus: Path) -> Path:
 def four(two: Path, corpus: Path) -> Path:
     """By four: step 6. They read what one and two wrote."""
     loads = ("load:ep4t4:1:2", "load:ep4t2s:2:2", "load:ep2t4:3:2", "load:ep4t4s:7:1")
-    exports = ("export:ep4t4s:5:released:released-4", "export:ep2t4:5:plain:plain-4", "import:ep4t2:5:plain-2")
-    trains = ("train:ep4:2:4:whole:four",)
+    loads += ("load:ep4t4d4:8:2", "load:ep2t4d2:6:4", "save:ep2t2d4:9", "load:ep1t1d2:9:4")
+    exports = ("export:ep4t4s:5:released:released-4", "export:ep2t4d2:5:plain:plain-4", "import:ep4t2:5:plain-2")
+    trains = ("train:ep4:2:4:whole:four", "train:ep2d2:2:4:rows:four-rows")
     succeed(4, two, corpus, "save:ep2t4s:6", *loads, "load:ep2t4s:6:4", *exports, *trains)
     return two
 
 
 def test_one_process_reads_what_several_wrote(two: Path, corpus: Path) -> None:
-    folders.run(two, corpus, ["load:ep1t1:1:2", "load:ep1t1:2:2", "load:ep1t1:3:2", "import:ep1t1:5:plain-2"])
+    folders.run(
+        two, corpus, ["load:ep1t1:1:2", "load:ep1t1:2:2", "load:ep1t1:3:2", "load:ep1t1:8:2", "import:ep1t1:5:plain-2"]
+    )
 
 
 @pytest.mark.slow
 def test_one_process_reads_what_four_wrote(four: Path, corpus: Path) -> None:
-    folders.run(four, corpus, ["load:ep1t1:6:4", "load:ep1t1:7:1", "import:ep1t1:5:plain-4"])
+    folders.run(four, corpus, ["load:ep1t1:6:4", "load:ep1t1:7:1", "load:ep1t1:9:4", "import:ep1t1:5:plain-4"])
 
 
 @pytest.mark.slow
@@ -81,10 +88,13 @@ def test_no_rank_writes_what_another_wrote(four: Path) -> None:
 @pytest.mark.parametrize("kind", ["released", "plain"])
 @pytest.mark.parametrize("several", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_several_export_the_folder_of_one(request: pytest.FixtureRequest, several: str, kind: str) -> None:
-    folder, ranks = request.getfixturevalue(several), {"two": 2, "four": 4}[several]
+    folder, written = request.getfixturevalue(several), {"two": ("2", "dense"), "four": ("4",)}[several]
     wanted = {path.name: path.read_bytes() for path in (folder / f"{kind}-1").iterdir()}
     assert len(wanted) > 5
-    assert {path.name: path.read_bytes() for path in (folder / f"{kind}-{ranks}").iterdir()} == wanted
+    if kind == "released":
+        written += ("through",)
+    for by in written:
+        assert {path.name: path.read_bytes() for path in (folder / f"{kind}-{by}").iterdir()} == wanted, by
 
 
 def test_steps_after_resuming_are_those_without(two: Path, corpus: Path) -> None:
@@ -92,14 +102,15 @@ def test_steps_after_resuming_are_those_without(two: Path, corpus: Path) -> None
     wanted = state_after(two / "whole", corpus)
     folders.run(two, corpus, ["train:ep1:2:4:whole:alone"])
     assert farthest(state_after(two / "same", corpus), wanted) == 0.0
-    for layout in ("copies", "alone"):
+    assert farthest(state_after(two / "again", corpus), state_after(two / "rows", corpus)) == 0.0
+    for layout in ("copies", "alone", "divided"):
         assert 0.0 < farthest(state_after(two / layout, corpus), wanted) < 1e-6, layout
 
 
 @pytest.mark.slow
 def test_steps_after_resuming_on_four_are_those_without(four: Path, corpus: Path) -> None:
-    wanted = state_after(four / "whole", corpus)
-    assert farthest(state_after(four / "four", corpus), wanted) < 1e-6
+    for there, here in (("whole", "four"), ("rows", "four-rows")):
+        assert farthest(state_after(four / here, corpus), state_after(four / there, corpus)) < 1e-6, here
 
 
 def state_after(folder: Path, corpus: Path) -> dict[str, torch.Tensor]:

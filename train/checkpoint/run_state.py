@@ -28,13 +28,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from data.errors import naming
 from model import ModelConfig
 from model.build import allocate_model
 from model.checkpoint.names import allocate_scales, released_names, released_tensors, scale_parts
 from model.checkpoint.released import TensorSource, row_blocks
-from model.parallel.ranks import Shard
+from model.parallel.ranks import Shard, rows_here
 from optim.optimizer import Optimizer
 from optim.ownership import assign_owners
 from train.checkpoint import storage
@@ -304,7 +305,7 @@ def _spread(tensor: Tensor) -> ShardedTensor:
     shard = getattr(tensor, "shard", None)
     if shard is None:
         return ShardedTensor.whole(tensor)
-    return _rows(tensor, shard)
+    return _rows(rows_here(tensor), shard)
 
 
 def _rows(tensor: Tensor, shard: Shard) -> ShardedTensor:
@@ -351,7 +352,7 @@ def _optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
     """Collect the optimizer state of the parameters that this rank updates. A step count becomes a 0-d tensor."""
     tensors = {}
     for name, _, parameter in _named(optimizer):
-        shard = getattr(parameter, "shard", None)
+        shard = None if isinstance(parameter, DTensor) else getattr(parameter, "shard", None)  # whole at its owner
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
             entry = ShardedTensor.whole(value) if shard is None or not value.shape else _rows(value, shard)

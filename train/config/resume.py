@@ -35,6 +35,7 @@ CHANGEABLE = (
     "parallel.expert_parallel",
     "parallel.table_shards",
     "parallel.shard_embeddings",
+    "parallel.dense_shards",
     "parallel.gpu_memory_gib",
     "parallel.hardware.",
     "runtime.frozen",

@@ -74,7 +74,7 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
         multiple = math.lcm(task.micro_batch, ranks)
         remedy = f"The next larger multiple is {-(-rows // multiple) * multiple}"
         yield keys, problem("task.global_batch_rows", rows, rule, remedy)
-    for key in ("expert_parallel", "table_shards"):
+    for key in ("expert_parallel", "table_shards", "dense_shards"):
         if ranks % getattr(parallel, key):
             rule = f"must divide parallel.world_size = {ranks}"
             value, remedy = getattr(parallel, key), f"Choose a divisor of {ranks}"
@@ -104,12 +104,15 @@ def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.lora.dropout:
         rule = "with dropout the policy that is trained would differ from the policy that writes responses"
         yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use lora.dropout=0")
-    for key in ("expert_parallel", "table_shards"):
+    for key in ("expert_parallel", "table_shards", "dense_shards"):
         if getattr(parallel, key) > 1 and config.rl.rollout is None:
             rule = "a process that writes responses must hold the whole model"
             value = getattr(parallel, key)
             remedy = "Use 1, or let servers write them (rollout=sglang); parallel.world_size may stay above 1"
             yield {f"parallel.{key}"}, problem(f"parallel.{key}", value, rule, remedy)
+    if parallel.dense_shards > 1 and config.rl.loss is not None and config.rl.loss.kl:
+        rule, keys = "rl.loss.kl needs a whole copy of the initial policy", {"parallel.dense_shards", "rl.loss.kl"}
+        yield keys, problem("parallel.dense_shards", parallel.dense_shards, rule, "Use 1, or rl.loss.kl=0")
     if config.rl.rollout is not None and config.lora.on:
         rule = "inference servers load whole weights and cannot load an adapter"
         remedy = "Use rollout=local, or leave lora out"
@@ -124,6 +127,9 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"dspark", "task.kind"}, problem("dspark", None if drafts else "...", rule, remedy)
     if config.dspark is None:
         return
+    if config.parallel.dense_shards > 1:
+        rule = "task=dspark keeps the drafter and its frozen backbone whole on every process"
+        yield {"parallel.dense_shards"}, problem("parallel.dense_shards", config.parallel.dense_shards, rule, "Use 1")
     drafter = _drafter_problems(config.dspark, config.model, config.parallel.expert_parallel)
     for text in drafter if config.init_from else ():
         yield {"dspark", "model", "parallel.expert_parallel"}, text
@@ -234,6 +240,10 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.optim.rules != "adamw" and config.task.kind != "plan":
         rule = "has no effect with LoRA, whose adapters are always trained by AdamW"
         yield {"optim.rules"}, problem("optim.rules", config.optim.rules, rule, "Use optim=adamw")
+    if config.parallel.dense_shards > 1:
+        rule = "with LoRA the dense matrices are frozen and stay whole on every process"
+        keys, remedy = {"parallel.dense_shards", "lora.targets"}, "Use 1; runtime.frozen=packed makes them small"
+        yield keys, problem("parallel.dense_shards", config.parallel.dense_shards, rule, remedy)
     if "indexer" in lora.targets and not config.runtime.train_indexer:
         rule = "is not trained with runtime.train_indexer = false"
         remedy = 'Leave "indexer" or runtime.train_indexer=false out'

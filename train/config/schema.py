@@ -140,6 +140,9 @@ class ParallelConfig:
     expert_parallel: PositiveInt  # number of processes over which the routed experts of a layer are split
     table_shards: PositiveInt  # number of processes over which the rows of an Engram table are split
     shard_embeddings: bool  # split the token embedding and the output head over the same processes as the Engram tables
+    # Number of consecutive processes that keep the rows of each dense matrix of the blocks; the matrices are gathered
+    # while their block runs (FSDP2). 1: every process keeps whole matrices.
+    dense_shards: PositiveInt
     gpu_memory_gib: PositiveFloat | None  # memory of one GPU in GiB; task=plan compares its estimate with it
     heartbeat_timeout: PositiveFloat  # seconds of silence after which a process counts as lost
     start_timeout: PositiveFloat  # seconds within which all processes must start after the first one

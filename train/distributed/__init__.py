@@ -1,11 +1,12 @@
 """The processes of a run. A run with one process creates no process group.
 
 If experts or tables are split over n processes, n consecutive ranks hold the n parts; ranks n apart hold the same part.
-This package imports ``train.config``, ``train.errors`` and ``model.parallel``. Each file imports only those above it:
+This package imports ``train.config``, ``train.errors`` and ``model``. Each file imports only those above it:
 
     launchers           reads rank and number of processes from the environment; imports no torch
     failure_detector    waits until all processes have started; detects processes that die or hang, and names them
     world               the device of this process; sums and other collective operations over all processes
+    dense               divides the rows of the blocks' dense matrices over processes, by FSDP2
     engine              the gradients of a step over all processes, summed by DeepSpeed
     launch              connects the processes that a launcher has started and returns the ``World``
 """

@@ -15,9 +15,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from model.packed import packed_weights_aside
 from model.parallel.ranks import RankGroup
+from optim import Optimizer
+from train.distributed.dense import sum_between_sets
 from train.distributed.launchers import ProcessInfo
 from train.distributed.world import World
 
@@ -25,23 +28,27 @@ from train.distributed.world import World
 class Engine:
     """Computes the gradients of a step: ``backward`` once per micro-batch, then ``reduce`` once, then ``step``."""
 
-    def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.world, self.optimizer = world, optimizer
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def __init__(self, world: World, model: nn.Module, optimizer: Optimizer):
+        self.world, self.model, self.optimizer = world, model, optimizer
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.parameters = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         self.deepspeed = _wrap(model, optimizer) if world.size > 1 else None
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch on this rank. They are not exchanged between ranks yet."""
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of a micro-batch on this rank; ``last``: it is the last one of the step. Gradients are not
+        exchanged between ranks yet, except those of matrices whose rows are divided (``dense.py``).
+        """
         if self.deepspeed is None:
             loss.backward()
         else:
+            sum_between_sets(self.model, last)
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def reduce(self) -> None:
         """Sum the gradient of each parameter over the ranks that hold the parameter.
 
         If a parameter has a gradient on only some ranks, it counts as zero on the others. If it has none on any rank,
-        it still has none afterwards.
+        it still has none afterwards. The gradient of a matrix whose rows are divided goes to the matrix's owner.
         """
         if self.deepspeed is None:
             return
@@ -53,6 +60,7 @@ class Engine:
                 parameter.grad = None
             elif parameter.grad is None:  # DeepSpeed skips parts without rows; the optimizer does not
                 parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.collect_gradients()
 
     def step(self) -> None:
         """Update the parameters with the optimizer, then delete the gradients."""
@@ -102,10 +110,13 @@ def _import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _wrap(model: nn.Module, optimizer: Optimizer) -> Any:
     """Create the DeepSpeed engine. It sums gradients without averaging or clipping, and knows the split parameters."""
     import deepspeed
 
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        # Sums of these are FSDP2's; and as the engine goes over a whole model, it fails where it meets FSDP2's modules.
+        model = nn.ParameterList(p for p in model.parameters() if not isinstance(p, DTensor))
     split = [parameter for parameter in model.parameters() if hasattr(parameter, "shard")]
     for parameter in split:
         vars(parameter).update(allreduce=False, group_name=group_name(parameter.shard.ranks.size))

@@ -15,7 +15,7 @@ from train.config.schema import ParallelConfig
 from train.distributed.engine import init_distributed, make_groups
 from train.distributed.failure_detector import FailureDetector, rendezvous
 from train.distributed.launchers import ProcessInfo, find_process
-from train.distributed.world import World, pick_device
+from train.distributed.world import World, axis_group, pick_device, rank_mesh
 
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -36,13 +36,15 @@ def launch(layout: ParallelConfig) -> World:
     _form_group(process, device, layout)
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
-    parallel = Parallel(experts, tables, layout.shard_embeddings)
+    mesh = rank_mesh(layout.dense_shards, device) if layout.dense_shards > 1 else None
+    dense = axis_group(mesh, "parts") if mesh is not None else RankGroup()
+    parallel = Parallel(experts, tables, layout.shard_embeddings, dense=dense)
     everyone = RankGroup(cast(dist.ProcessGroup, dist.group.WORLD), process.rank, process.size)
     replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
     store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
     detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout)
     detector.start()
-    return World(device, process.rank, process.size, parallel, replica_groups, detector)
+    return World(device, process.rank, process.size, parallel, replica_groups, detector, mesh)
 
 
 def _form_group(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from train.distributed.failure_detector import FailureDetector, message
@@ -29,6 +30,20 @@ def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device
     return torch.device("cuda", process.local_rank if torch.cuda.device_count() > 1 else 0)
 
 
+def rank_mesh(parts: int, device: torch.device) -> DeviceMesh:
+    """All ranks in rows of so many consecutive ones: axis ``parts`` within a row, axis ``sets`` over ranks at the same
+    place of their rows. All ranks call it together; it makes their groups.
+    """
+    shape = (dist.get_world_size() // parts, parts)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("sets", "parts"))
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> RankGroup:
+    """This rank's group along an axis of a mesh."""
+    group = mesh.get_group(axis)
+    return RankGroup(group, dist.get_rank(group), dist.get_world_size(group))
+
+
 @dataclass(frozen=True)
 class World:
     """The device, rank and process groups of this process, and collective operations over all processes of the run."""
@@ -40,6 +55,7 @@ class World:
     replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
     # ^ number of parts that a parameter is split into -> the ranks that hold the same part as this rank
     failure_detector: FailureDetector | None = None  # None if there is only one process
+    dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide the rows of dense matrices; None: whole
 
     @property
     def first(self) -> bool:

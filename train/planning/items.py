@@ -18,6 +18,7 @@ from optim.muon import COEFFICIENTS
 from optim.optimizer import STATE_KEYS
 from optim.ownership import assign_owners
 from train.config.schema import LoraConfig, ParallelConfig
+from train.distributed.dense import matrices
 from train.lora.targets import LORA_TARGETS
 
 FP32 = 4
@@ -30,7 +31,7 @@ KINDS = ("dense", "experts", "Engram tables", "embedding and head", ADAPTER)
 class Parameter:
     """A parameter of the whole model. `part`: see `model.count.PARTS`, or "adapter"; `method`: of its update, None if
     it is not trained; `blocks`: the logical matrices (count, rows) that Muon updates one by one; `packing`: of a frozen
-    weight that is kept as it is stored.
+    weight that is kept as it is stored; `divided`: one of the matrices whose rows `parallel.dense_shards` divides.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Parameter:
     method: str | None = None
     blocks: tuple[tuple[int, int], ...] | None = None
     packing: Packing | None = None
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Item:
     ranks.
 
     `spans` are the logical matrices (count, rows, columns) of one unit, for Muon. `stored`: bytes of a unit that is
-    kept packed; 0: fp32.
+    kept packed; 0: fp32. `kept`: elements of the rows that a rank keeps of a divided matrix; 0: it is not divided.
     """
 
     kind: str
@@ -57,16 +59,17 @@ class Item:
     copies: int
     spans: tuple[tuple[int, int, int], ...]
     stored: int = 0
+    kept: int = 0
 
     @property
     def weight_bytes(self) -> int:
         """Of all units."""
-        return self.units * (self.stored or FP32 * self.numel)
+        return self.units * (self.stored or FP32 * (self.kept or self.numel))
 
     @property
     def gradient_bytes(self) -> int:
         """Of all units, fp32."""
-        return FP32 * self.units * self.numel * (self.method is not None)
+        return FP32 * self.units * (self.kept or self.numel) * (self.method is not None)
 
     @property
     def state_bytes(self) -> int:
@@ -82,9 +85,12 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Param
         for group in optimizer.param_groups
         for name, blocks in zip(group["names"], group["blocks"], strict=True)
     }
+    blocks_of = model.layers if isinstance(model, DeepseekV41) else ()
+    rows = {id(matrix) for block in blocks_of for matrix in matrices(block)}
     for name in [*ways, *(name for name in parameters if name not in ways)]:
         method, blocks = ways.get(name, (None, None))
-        yield Parameter(name, count.part_of(name), tuple(parameters[name].shape), method, blocks and tuple(blocks))
+        shape, divided = tuple(parameters[name].shape), id(parameters[name]) in rows
+        yield Parameter(name, count.part_of(name), shape, method, blocks and tuple(blocks), divided=divided)
 
 
 def frozen_parameters(model: nn.Module, packed: bool) -> Iterator[Parameter]:
@@ -147,7 +153,8 @@ def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Itera
             spans = tuple((n, height, columns) for n, height in p.blocks or ((1, rows),))
             kind = ADAPTER if p.part == ADAPTER else "dense"
             stored = stored_bytes((rows, columns), p.packing)
-            yield Item(kind, p.method, 1, rows * columns, ranks, spans, stored)
+            kept = ceil(rows / layout.dense_shards) * columns if p.divided and layout.dense_shards > 1 else 0
+            yield Item(kind, p.method, 1, rows * columns, ranks, spans, stored, kept)
 
 
 def owned(items: Sequence[Item]) -> list[Item]:

@@ -94,7 +94,7 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
             parts["streams from the host"] = 2.0 * count.stream_bytes(text, widths)
         moment = _activations(parts | passing, tokens)
         moment |= _uneven(config, job, tokens, 1 if recompute else text.num_hidden_layers)
-        moment |= exchange_bytes(config, text, tokens)
+        moment |= exchange_bytes(config, text, tokens) | gathered_bytes(config, job)
         if recompute:
             moment["bf16 copies of a block's weights"] = float(dense[layer] + experts[layer])
         else:
@@ -169,7 +169,9 @@ def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
 
 
 def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
-    """Bytes of the bf16 copies that autocast makes of each block's dense and expert weights; packed ones have none."""
+    """Bytes of the bf16 copies that autocast makes of each block's dense and expert weights; packed ones have none, and
+    divided ones are gathered in bf16.
+    """
     model, packed = job.model, job.packed_names
     dense, experts = ([0] * model.config.text.num_hidden_layers for _ in range(2))
     for name, parameter in count.autocast_copies(model) if _bf16(config) else ():
@@ -179,8 +181,23 @@ def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
         if count.part_of(name) == "routed experts":
             experts[layer] += 2 * parameter.numel() // config.parallel.expert_parallel
         else:
-            dense[layer] += 2 * parameter.numel()
+            dense[layer] += 2 * parameter.numel() if config.parallel.dense_shards == 1 else 0
     return dense, experts
+
+
+def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
+    """In the backward of a block whose dense matrices are divided (``train/distributed/dense.py``): its own and the
+    buffer of the next block's, gathered; its gradients; and those of the block before, in fp32 while they are sent.
+    """
+    if config.parallel.dense_shards == 1:
+        return {}
+    sizes: dict[float, int] = {}
+    for p in job.parameters:
+        if p.divided:
+            layer = count.layer_of(p.name)
+            sizes[layer] = sizes.get(layer, 0) + prod(p.shape)
+    width = 2 if _bf16(config) else FP32
+    return {"dense matrices gathered, and their gradients": float(max(sizes.values()) * (3 * width + FP32))}
 
 
 def largest_packed(job: Job) -> int:
@@ -229,14 +246,15 @@ def _stage_config(config: ModelConfig) -> TextConfig:
 
 def optimizer_working_bytes(items: Sequence[Item]) -> float:
     """Temporary copies during the update: of Muon's batch of matrices, or of the largest table's live rows (up to all
-    of them).
+    of them); and of divided matrices the owned ones and their gradients, whole.
     """
     mine = owned(items)
     muon = [item for item in mine if item.method == "muon"]
     largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)
     batch = min(sum(item.numel * item.units for item in muon), max(largest, BATCH_ELEMENTS["cuda"]))
     table = max((item.numel for item in mine if item.method == "sinkhorn"), default=0)
-    return FP32 * max(6.0 * batch, 3.0 * table)
+    whole = sum(item.units * item.numel for item in mine if item.kept)
+    return FP32 * (max(6.0 * batch, 3.0 * table) + 2 * whole)
 
 
 def _widths(config: Config) -> count.Widths:

@@ -11,6 +11,7 @@ from train.planning.job import Job
 from train.planning.memory import engram_rows, keeps_combined, tokens_per_pass
 
 GRADIENTS, UPDATES = "all-reduce of gradients", "updated weights"
+GATHERED, OWNED = "dense matrices gathered", "dense matrices to their owners and back"
 
 
 class Sent(NamedTuple):
@@ -41,7 +42,8 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     `runtime.keep_combined=false` the results too. With even routing 1/EP stays local. Tables: ids, fp32 rows and their
     gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
     its gradient returned, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold the same
-    parameters. Updated weights go once around the same ring. Not included: the token counts.
+    parameters. Updated weights go once around the same ring. Divided dense matrices: see `rows_sent`. Not included: the
+    token counts.
     """
     layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
@@ -66,13 +68,37 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
         sent["all-to-all, embedding"] = Sent(words * (8 + both * FP32 * text.hidden_size) * shard, table)
         head = batches * both * FP32 * text.vocab_size * text.hidden_size * shard
         sent["head gathered, its gradient"] = Sent(head, table)
-    return sent | rings(config, items)
+    return sent | rows_sent(config, items, batches, width) | rings(config, items)
+
+
+def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -> dict[str, Sent]:
+    """Of dense matrices whose rows G ranks keep. In every micro-batch they are gathered for the forward and for the
+    backward of their block, and gradients are summed over the G ranks, in fp32. Once a step the sums of the sets of G
+    ranks are summed (a ring), gradients and weights go to their owners, the updated rows come back to the owner's set
+    and go around the other sets.
+    """
+    divided = [item for item in items if item.kept]
+    if not divided:
+        return {}
+    ranks, parts = config.parallel.world_size, config.parallel.dense_shards
+    sets, size = ranks // parts, sum(item.kept for item in divided)
+    near, far = ring_inside(parts, 1, config), ring_inside(sets, parts, config)
+    owned = 3 * FP32 * size / sets * (1 - 1 / parts)
+    return {
+        GATHERED: Sent(2 * batches * width * size * (parts - 1), near),
+        "gradients of dense matrices": Sent(batches * FP32 * size * (parts - 1), near),
+        "gradients of dense matrices, between sets": Sent(2 * FP32 * size * (1 - 1 / sets), far),
+        OWNED: Sent(owned, pairs_inside(parts, config)),
+        "updated dense matrices, between sets": Sent(FP32 * size * (1 - 1 / sets), far),
+    }
 
 
 def rings(config: Config, items: Sequence[Item]) -> dict[str, Sent]:
     """The all-reduce of gradients and the broadcast of updated weights, as rings over the ranks with equal copies."""
     ranks, sums, inner = config.parallel.world_size, 0.0, 0.0
     for item in items:
+        if item.kept:
+            continue
         size = item.gradient_bytes * (1 - 1 / item.copies)
         sums += size
         inner += size * ring_inside(item.copies, ranks // item.copies, config)

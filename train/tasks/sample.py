@@ -29,8 +29,7 @@ def sample(
     If the model is split over processes, all of them must call this. They run equally many steps, even if rounding
     makes them draw different tokens.
     """
-    spread = max(model.parallel.experts.size, model.parallel.tables.size) > 1
-    ends = frozenset() if stop is None or spread else frozenset({stop})
+    ends = frozenset() if stop is None or model.parallel.together else frozenset({stop})
     (answer,) = generate(model, [Request(tuple(prompt), tokens, temperature, seed=seed, stop=ends)])
     written = answer.tokens[: answer.tokens.index(stop)] if stop in answer.tokens else answer.tokens
     return tokenizer.decode(written, skip_special_tokens=False)

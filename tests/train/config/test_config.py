@@ -158,6 +158,21 @@ def test_settings_without_effect_are_refused(compose_raw) -> None:
     parse(compose_raw("optim=report", *idle))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.world_size=4"], "parallel.dense_shards = 3: must divide parallel.world_size = 4"),
+        (["parallel.world_size=3", "lora=all"], "with LoRA the dense matrices are frozen"),
+        (["parallel.world_size=3", "task=dspark"], "task=dspark keeps the drafter and its frozen backbone whole"),
+        (["parallel.world_size=3", "task=rl"], "a process that writes responses must hold the whole model"),
+    ],
+)
+def test_dense_matrices_are_divided_only_where_they_can_be(compose_raw, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(compose_raw("model=tiny", "parallel.dense_shards=3", *overrides))
+    assert message in str(refused.value)
+
+
 def test_every_folder_of_the_configuration_is_packaged() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in CONF_DIR.rglob("*.yaml")}

@@ -1,0 +1,68 @@
+"""The blocks' dense matrices kept once in every set of G ranks, by PyTorch's FSDP2. The only user of ``fully_shard``.
+
+A rank keeps ``1/G`` of the rows of each matrix, in fp32. Before a block runs, its matrices are gathered (in bf16, if
+that is the precision of the products) while the block before it computes; behind it they are dropped. In the backward
+pass they are gathered again, and the block's gradients are summed over the G ranks as soon as they are complete; with
+several sets of G ranks, the sums of the step's micro-batches are then summed over the sets.
+
+What stays with DeepSpeed (``engine.py``): experts and tables, which are split already; and what is small or computed in
+fp32, that is norms, routers, stream mixes and sinks; and the vision tower, which runs only on ranks that have images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from model import DeepseekV41
+from model.attention import GroupedLinear
+from model.parallel.ranks import RankGroup, row_shard
+
+ENTRIES = ("prefill_kv",)  # methods of a block, besides `forward`, that use its matrices
+
+
+def matrices(block: nn.Module) -> Iterator[nn.Parameter]:
+    """The matrices of a block that are divided: those of its projections."""
+    for module in block.modules():
+        if isinstance(module, nn.Linear | GroupedLinear):
+            yield cast(nn.Parameter, module.weight)
+
+
+def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bool) -> None:
+    """Divide the blocks' matrices over ``ranks``, the axis ``parts`` of ``mesh``, in place. Each becomes a ``DTensor``
+    with a ``shard``. To be called before the optimizer is made, on a model with the same values on every rank.
+
+    bf16: the gathered matrices are bf16. Gradients are summed in fp32 either way.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.layers:
+        kept = set(matrices(block))
+        others = {parameter for parameter in block.parameters() if parameter not in kept}
+        unit = fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=others)
+        # FSDP2 would take the mean over the ranks; the losses are divided by the counts of the whole step already.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        for name in ENTRIES:
+            register_fsdp_forward_method(block, name)
+        for parameter in matrices(block):
+            parameter.shard = row_shard(parameter.shape[0], ranks)  # type: ignore[attr-defined]
+    # The model itself has no unit, but as the blocks' root it lets a block's gather begin during the block before.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=set(model.parameters()))
+    register_fsdp_forward_method(model, "run_backbone")
+    # FSDP2 takes the first module that runs for the root; in generation that would be a block.
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
+
+
+def sum_between_sets(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass sums over the sets of ranks too, and not only over the ranks of each. It is wanted
+    in the last one of a step.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(wanted)
