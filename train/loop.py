@@ -27,6 +27,7 @@ from train.errors import Interrupted, NonFiniteError, user_errors
 from train.evaluation.evaluate import evaluate
 from train.evaluation.tasks import measure, prepare
 from train.logging.log import Reporter, memory_gib
+from train.logging.profile import StepTrace
 from train.logging.records import load_record
 from train.signals import stop_signals
 
@@ -166,7 +167,8 @@ def repeat(
 
     background = Background() if saving.asynchronous else None
     unsaved = False
-    with stop_signals() as received, background or nullcontext():
+    trace = StepTrace(run.config.logger.profiled, run.config.run_dir / "profile", run.world.rank)
+    with stop_signals() as received, background or nullcontext(), trace:
         publish()
         while evaluated():
             done = state.tokens >= task.tokens
@@ -174,7 +176,8 @@ def repeat(
                 save(state, background)
             if done:
                 return
-            record = step(stopped)
+            with trace.step(state.step + 1):
+                record = step(stopped)
             if record is None:
                 break
             reporter.step(record)

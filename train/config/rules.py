@@ -54,9 +54,13 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.task.eval_tasks and config.task.kind == "dspark":
         rule = "has no effect with task=dspark, whose language model does not change"
         yield {"task.eval_tasks"}, problem("task.eval_tasks", "[...]", rule, "Use task=eval")
-    if config.logger.wandb and not _is_installed("wandb"):
-        rule, remedy = "wandb is not installed", "Install it (pip install wandb), or use logger=local"
-        yield {"logger.wandb"}, problem("logger.wandb", True, rule, remedy)
+    for name in ("wandb", "tensorboard"):
+        if getattr(config.logger, name) and not _is_installed(name):
+            rule, remedy = f"{name} is not installed", f"Install it (pip install {name}), or use logger=local"
+            yield {f"logger.{name}"}, problem(f"logger.{name}", True, rule, remedy)
+    if config.logger.profiled and config.logger.profiled[0] > config.logger.profiled[1]:
+        rule, remedy = "the first step is behind the last", "Write FIRST:LAST, for example 10:12"
+        yield {"logger.profile"}, problem("logger.profile", config.logger.profile, rule, remedy)
 
 
 def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tuple[set[str], str]]:

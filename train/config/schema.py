@@ -157,6 +157,18 @@ class LoggerConfig:
     progress: bool  # show a progress bar, if the output is a terminal
     wandb: bool  # send metrics to Weights & Biases
     wandb_project: str  # name of the Weights & Biases project
+    tensorboard: bool  # write events for TensorBoard into the run directory
+    # Record these steps, FIRST:LAST counted from 1, with torch's profiler; null: none. The traces are in the run
+    # directory under profile/, one for each rank.
+    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$")] | None
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last step to record."""
+        if self.profile is None:
+            return None
+        first, last = map(int, self.profile.split(":"))
+        return first, last
 
 
 @dataclass(config=STRICT, frozen=True)

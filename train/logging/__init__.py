@@ -6,5 +6,7 @@ Read log.py first. Each file imports only those above it:
     records    the metrics of a step or an evaluation, as ``metrics.jsonl`` stores them
     plot       plots as PNG files; only this file imports matplotlib
     wandb      Weights & Biases; only this file imports wandb
-    log        ``Reporter``, which writes log lines, ``metrics.jsonl``, plots and Weights & Biases
+    tensorboard  TensorBoard; only this file imports tensorboard
+    profile    a trace of some steps, by torch's profiler
+    log        ``Reporter``, which writes log lines, ``metrics.jsonl``, plots, Weights & Biases and TensorBoard
 """

@@ -1,4 +1,6 @@
-"""Writes the metrics of a run: a log line per step, ``metrics.jsonl``, a progress bar, a plot, and Weights & Biases."""
+"""Writes the metrics of a run: a log line per step, ``metrics.jsonl``, a progress bar, a plot, Weights & Biases, and
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.logging import wandb
 from train.logging.plot import Panel, Series, available, draw
+from train.logging.records import scalars
+from train.logging.tensorboard import TensorBoard
 from train.logging.text import visible
 
 MOST_POINTS = 5000  # number of records kept for the plot
 
 
 class Reporter:
-    """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot and W&B.
+    """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot, W&B and TensorBoard.
 
     A resumed run appends to the files in the run directory, after removing the records of steps that will be repeated.
     The id of the W&B run is also stored there, so that a resumed run continues the same W&B run.
@@ -42,7 +46,9 @@ class Reporter:
         self.text = open(self.directory / "train.log", "a", encoding="utf-8", buffering=1)
         self.console = Console(soft_wrap=True, highlight=False, markup=False)
         self.bar = self._start_bar(state) if config.logger.progress and self.console.is_terminal else None
-        self.wandb = wandb.start(config) if config.logger.wandb else None
+        self.trackers: list[Any] = [wandb.start(config)] if config.logger.wandb else []
+        if config.logger.tensorboard:
+            self.trackers.append(TensorBoard(self.directory / "tensorboard", state.step + 1))
         if not available():
             self.log(f"{self.picture} is not drawn: matplotlib is not installed (pip install matplotlib)")
 
@@ -102,8 +108,8 @@ class Reporter:
     def close(self) -> None:
         """Write pending data and close all files."""
         self.stop_bar()
-        if self.wandb is not None:
-            self.wandb.finish()
+        for tracker in self.trackers:
+            tracker.finish()
         self.jsonl.close()
         self.text.close()
 
@@ -111,10 +117,10 @@ class Reporter:
         self._remember(self.points, record)
         with naming(self.jsonl.name):
             self.jsonl.write(json.dumps(record) + "\n")
-        if self.wandb is not None:
-            kind = record["kind"]
-            flat = {f"{kind}/{key}": value for key, value in wandb.scalars(record)}
-            self.wandb.log({**flat, "step": record["step"], "tokens": record["tokens"]})
+        kind = record["kind"]
+        flat = {f"{kind}/{key}": value for key, value in scalars(record)} if self.trackers else {}
+        for tracker in self.trackers:
+            tracker.log({**flat, "step": record["step"], "tokens": record["tokens"]})
 
     def _reopen(self, step: int) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from optim import load_statistics
@@ -21,3 +24,17 @@ def load_record(load: torch.Tensor) -> dict[str, dict[str, list[float]]]:
         for i, name in enumerate(MODALITIES)
         if present[i]
     }
+
+
+def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Flatten the nested numbers of a record to (dotted key, value) pairs; list items get their index as key."""
+    found: list[tuple[str, float]] = []
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += scalars(value, f"{name}.")
+        elif isinstance(value, list):
+            found += scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
+        elif isinstance(value, (int, float)):
+            found.append((name, value))
+    return found

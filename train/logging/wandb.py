@@ -5,26 +5,11 @@ from __future__ import annotations
 import netrc
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from train.checkpoint.run_state import write_text
 from train.config.schema import Config, to_dict
-
-
-def scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Flatten the nested numbers of a record to (dotted key, value) pairs; list items get their index as key."""
-    found: list[tuple[str, float]] = []
-    for key, value in record.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found += scalars(value, f"{name}.")
-        elif isinstance(value, list):
-            found += scalars({str(i): item for i, item in enumerate(value)}, f"{name}.")
-        elif isinstance(value, (int, float)):
-            found.append((name, value))
-    return found
 
 
 def start(config: Config) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from train import loop
 from train.checkpoint.run_state import TrainerState
 from train.logging import log, wandb
 from train.logging.log import Reporter, evaluation_line, step_line
+from train.logging.profile import StepTrace
 from train.tasks import pretrain
 
 RECORD = {
@@ -136,3 +139,42 @@ def test_wandb_without_key_or_network_is_offline(make_config, monkeypatch, tmp_p
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert wandb._mode() == "offline"
+
+
+def test_tensorboard_has_the_numbers_of_every_step_once(make_config) -> None:
+    """A run that is continued writes on; TensorBoard hides what the first process wrote about repeated steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = ("logger=tensorboard", "logger.progress=false")
+    pretrain.run(make_config(*settings, "task.tokens=600"))
+    config = make_config(*settings)
+    pretrain.run(config)
+    records = list(map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines()))
+    events = EventAccumulator(str(config.run_dir / "tensorboard"))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    losses = [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+    assert len(losses) > 4 and [step for step, _ in written] == [step for step, _ in losses]
+    assert [value for _, value in written] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert {"valid/loss", "train/expert_load.text.entropy.0", "train/tokens_per_second"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_the_trace_holds_the_chosen_steps(make_config) -> None:
+    config = make_config("logger.profile=2:3", "task.tokens=1000")
+    pretrain.run(config)
+    (path,) = (config.run_dir / "profile").iterdir()
+    assert path.name == "rank-00000-steps-2-3.json"
+    names = Counter(event.get("name") for event in json.loads(path.read_text())["traceEvents"])
+    assert names["aten::mm"] > 10
+    assert {name for name in names if name and name.startswith("step ")} == {"step 2", "step 3"}
+
+
+def test_a_run_that_ends_inside_the_chosen_steps_writes_its_trace(tmp_path: Path) -> None:
+    trace = StepTrace((1, 5), tmp_path, 3)
+    with pytest.raises(MemoryError), trace, trace.step(1):
+        torch.ones(2) + 1
+        raise MemoryError
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank-00003-steps-1-5.json" and "aten::add" in path.read_text()

@@ -1,0 +1,29 @@
+"""TensorBoard. Only this file imports tensorboard, which torch's writer needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class TensorBoard:
+    """Writes numbers as TensorBoard events into ``folder``.
+
+    first_step: the first step that will be written. TensorBoard then hides what an earlier process wrote about this
+    step and later ones.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        self.writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, values: dict[str, float]) -> None:
+        """Write numbers by name; ``values["step"]`` is the step that they belong to."""
+        for name, value in values.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, int(values["step"]))
+        self.writer.flush()
+
+    def finish(self) -> None:
+        """Close the event file."""
+        self.writer.close()
