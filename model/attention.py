@@ -55,7 +55,7 @@ class CrossLayerState:
     selected_kv: Tensor | None = None
 
     def detached(self) -> CrossLayerState:
-        """The same values without their graph."""
+        """A copy of the state that is detached from the autograd graph."""
         kv, keys = (x if x is None else x.detach() for x in (self.compressed_kv, self.index_keys))
         return replace(self, compressed_kv=kv, index_keys=keys)
 
@@ -153,9 +153,9 @@ class Attention(nn.Module):
         first: CrossLayerState | None = None,
     ) -> AttentionOutput:
         """Attend from the normalised sublayer input x [T, d]. `cache` holds this layer's KV of earlier tokens; the
-        tokens of the layout follow these tokens, and their KV is added to the cache. `first`: in recomputation, the
-        state that the first pass returned. Its entries, index keys and selection are used as they are, since the
-        backward needs only what they were computed from.
+        tokens of the layout follow these tokens, and their KV is added to the cache. `first`: the state that the first
+        pass returned, given in recomputation. Its entries, index keys and selection are reused, because the backward
+        pass needs only the tensors from which they were computed.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)

@@ -51,7 +51,7 @@ class BlockState(NamedTuple):
 
 
 class FirstPass(NamedTuple):
-    """What the recomputation of a block takes from its first pass, see `Attention` and `MoE`."""
+    """The results of the first pass of a block that its recomputation reuses, see `Attention` and `MoE`."""
 
     shared: CrossLayerState
     moe: MoEFirstPass
@@ -60,8 +60,8 @@ class FirstPass(NamedTuple):
 class BlockOutput(NamedTuple):
     """The output of a block: the state (None in a `BackboneOutput`), its cross-layer part, indexer loss inputs and
     attention masses (see `AttentionOutput`), the routing, and entering [T, d]. The last is the mean of the residual
-    streams before the attention and after Engram, which a drafter reads (None unless requested). `first_pass`: what
-    the recomputation of the block needs (None in what `run_block` returns).
+    streams before the attention and after Engram, which a drafter reads (None unless requested). `first_pass`: the
+    results that a recomputation of the block reuses (None in the output of `run_block`).
     """
 
     state: BlockState | None
@@ -102,8 +102,8 @@ class Block(nn.Module):
     ) -> BlockOutput:
         """Run the block. In single-pass mHC, the input of a sublayer is collapsed with coefficients of the previous
         sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replay` int64 [T, k]: experts to use, see
-        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: in
-        recomputation, what the first pass of the block left for it.
+        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: the results
+        of the first pass, given in recomputation.
         """
         first_shared, first_moe = first or (None, None)
         with using(runtime.kernels):

@@ -1,7 +1,8 @@
-"""The V4.1 configuration: released `config.json` names, their defaults and the rules between them.
+"""The configuration of a V4.1 model: the keys of the released `config.json`, their defaults, and the rules that they
+must satisfy.
 
-Defaults are the released DeepSeek-V4.1-Flash values. `ModelConfig.from_dict` accepts the released JSON shape and
-reports every problem at once; nothing else in `model/` checks configuration again.
+The defaults are the values of the released DeepSeek-V4.1-Flash. `ModelConfig.from_dict` reads the released JSON format
+and reports all problems in one error; no other code in `model/` checks the configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from model.kernels.switch import kernels_problem
 
 MODEL_TYPE = "deepseek_v41"
 
-# Keys that configuration files carry without shaping the model, with the only value V4.1 has (None: any).
+# Keys of configuration files that do not affect the model, with the only value that V4.1 allows (None: any value).
 _CARRIED = {
     "model_type": None,
     "dtype": None,
@@ -30,7 +31,7 @@ _CARRIED = {
     "tie_word_embeddings": False,
     "use_cache": None,
 }
-# What the released config.json says beside the fields below; other readers look for these keys.
+# Keys of the released config.json besides the fields below; other programs read them.
 _TEXT_CONSTANTS = {
     "model_type": f"{MODEL_TYPE}_text",
     "hidden_act": "silu",
@@ -45,7 +46,9 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN frequency interpolation of the compressed layers (no attention-factor scaling)."""
+    """The YaRN interpolation of RoPE frequencies in layers with compressed KV (without scaling of the attention
+    logits).
+    """
 
     rope_type: str = "yarn"
     factor: float = 16.0
@@ -56,7 +59,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The text backbone. Field names and defaults are those of the released configuration."""
+    """The configuration of the text backbone, with the field names and defaults of the released config.json."""
 
     vocab_size: int = 129280
     hidden_size: int = 5120
@@ -116,7 +119,7 @@ class TextConfig:
     eos_token_id: int = 1
 
     def ratio(self, layer: int) -> int:
-        """Compression ratio of a backbone layer; 0 means sliding window only."""
+        """The compression ratio of a backbone layer; 0 means that the layer only has a sliding window."""
         return self.compress_ratios[layer]
 
     def kv_source(self, layer: int) -> int | None:
@@ -129,20 +132,22 @@ class TextConfig:
 
     @property
     def decoder_start(self) -> int:
-        """First layer of the decoder: the last Full layer, whose entries and those after it come from its input, the
-        encoder's final state.
+        """The first decoder layer, which is the last Full layer. All decoder layers read the entries of this layer,
+        which it computes from the output of the encoder.
         """
         return max(self.kv_source_layer_ids, default=self.num_hidden_layers)
 
     @property
     def engram_hash_heads(self) -> int:
-        """Table rows read per token and layer: one for each n-gram order (2..max) and hash head."""
+        """The number of Engram table rows that a token reads in a layer: one for each n-gram order (2..max) and hash
+        head.
+        """
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower. Field names and defaults are those of the released configuration."""
+    """The configuration of the vision tower, with the field names and defaults of the released config.json."""
 
     num_hidden_layers: int = 32
     hidden_size: int = 1024
@@ -158,7 +163,9 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A whole V4.1 model: `text` backbone, optional `vision` tower, and the token ids that both know."""
+    """The configuration of a whole V4.1 model: `text` for the backbone, `vision` for an optional vision tower, and the
+    token ids that both use.
+    """
 
     text: TextConfig = field(default_factory=TextConfig)
     vision: VisionConfig | None = None
@@ -166,19 +173,21 @@ class ModelConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
-    # released keys that do not shape the model; kept for writing back
+    # released keys that do not affect the model; they are kept to be written again
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
-        """Build from the released JSON shape. Raises ValueError that lists every problem with its key."""
+        """Build a configuration from the content of a released config.json. Raises ValueError that lists every problem
+        with its key.
+        """
         problems: list[str] = []
         raw = dict(raw)
         if raw.pop("model_type", MODEL_TYPE) != MODEL_TYPE:
             problems.append(f"model_type: must be {MODEL_TYPE!r}")
         if raw.pop("tie_word_embeddings", False):
-            problems.append("tie_word_embeddings: V4.1 has separate embedding and head, must be false")
-        for key in ("dtype", "torch_dtype"):  # of the files, which say it themselves
+            problems.append("tie_word_embeddings: must be false, because V4.1 does not tie the embedding and the head")
+        for key in ("dtype", "torch_dtype"):  # the dtype of the files, which is read from the files themselves
             raw.pop(key, None)
         ids = {k: raw.pop(k) for k in ("image_token_id", "bos_token_id", "eos_token_id", "pad_token_id") if k in raw}
         for key, value in ids.items():
@@ -187,13 +196,15 @@ class ModelConfig:
         text_raw = _mapping(raw, "text_config")
         vision_raw = _mapping(raw, "vision_config")
         scaling = _mapping(text_raw, "rope_scaling", "text_config.")
-        if "type" in scaling:  # released files spell the key either way
+        if "type" in scaling:  # released files use either name for this key
             scaling.setdefault("rope_type", scaling.pop("type"))
         rope = _fill(RopeScaling, scaling, "text_config.rope_scaling", problems)
         if rope is not None:
             text_raw["rope_scaling"] = rope
         text = _fill(TextConfig, text_raw, "text_config", problems)
-        if vision_raw and vision_raw.get("num_hidden_layers") == 0:  # how text-only files spell "no tower"
+        if (
+            vision_raw and vision_raw.get("num_hidden_layers") == 0
+        ):  # how files of text-only models say that there is no vision tower
             vision_raw = {}
         vision = _fill(VisionConfig, dict(vision_raw), "vision_config", problems) if vision_raw else None
         misplaced = [f.name for f in dataclasses.fields(TextConfig) if f.name in raw and f.name not in _CARRIED]
@@ -209,26 +220,30 @@ class ModelConfig:
 
     @classmethod
     def load(cls, folder: str | Path) -> ModelConfig:
-        """Read `config.json` of a checkpoint folder."""
+        """Read the file `config.json` of a checkpoint folder."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; a checkpoint folder holds config.json beside its weights")
+            raise FileNotFoundError(
+                f"{path} does not exist; a checkpoint folder must contain config.json and the weights"
+            )
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("text_config"), dict) or not raw["text_config"]:
-            raise ValueError(f"{path}: must be a JSON object with the released keys, text_config among them")
+            raise ValueError(f"{path}: must be a JSON object with the released keys, including text_config")
         try:
             return cls.from_dict(raw)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The released JSON shape with the keys that the released file has; `from_dict(to_dict())` is the identity.
+        """The content of a config.json with the keys of the released file; `from_dict(to_dict())` gives an equal
+        configuration.
 
-        The token ids inside `text_config` are those that are not the released ones. A model without vision tower says
-        so by a tower of no layers: readers take a missing `vision_config` for the released tower.
+        Token ids are written into `text_config` only if they differ from the released ones. A model without vision
+        tower is written with a tower of zero layers, because other programs read a missing `vision_config` as the
+        released tower.
         """
         vision = {**_VISION_CONSTANTS, **(_plain(self.vision) if self.vision else {"num_hidden_layers": 0})}
         text = {**_TEXT_CONSTANTS, **_plain(self.text)}
@@ -249,27 +264,32 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a model is run; nothing here changes its parameters.
+    """Options of the forward pass; none of them changes the model's parameters.
 
-    attention: "sparse" is the linear-cost path, "dense" the plain masked reference beside it.
-    kernels: "triton" runs the Triton kernels of `model.kernels`, "plain" the functions they replace, "auto" the kernels
-        on CUDA where Triton is installed.
-    kv_quant: FP4 fake quantisation of the shared main KV (QAT); the other two quantisers always belong to the forward.
-    candidate_pool: apply the hierarchical indexer's candidate restriction.
-    decoder_replay: the decoder passes over the last `sliding_window` tokens of a prompt only (SWA bounded replay):
-        generation saves the rest, training hides from a document's tokens what they would then not see (its prompt
-        ends before its first supervised token).
+    attention: "sparse" is the implementation with linear cost in the sequence length, "dense" the masked reference
+        implementation.
+    kernels: "triton" runs the Triton kernels of `model.kernels`, "plain" the PyTorch functions that they replace, and
+        "auto" the Triton kernels on CUDA devices if Triton is installed.
+    kv_quant: whether the shared main KV is rounded to FP4 by fake quantisation (QAT); window KV and indexer keys are
+        always rounded.
+    candidate_pool: whether later indexers may select entries only from the candidate blocks of the first decoder
+        indexer.
+    decoder_replay: whether decoder layers process only the last `sliding_window` tokens of a prompt (SWA bounded
+        replay). Generation skips the other prompt tokens in decoder layers; training masks what generation would not
+        compute. In training, the prompt of a document ends before its first supervised token.
     stream_dtype: of the residual streams of a model with fp32 parameters. "bf16" rounds them behind every sublayer, as
         the released code does, and halves what recomputation keeps; they are mixed in fp32 in either case.
-    recompute: activation checkpointing of every block. What a block selected is kept and not searched for again.
-    keep_combined: with `recompute` and experts split over ranks, also keep what they sent back (a hidden vector per
-        token and layer) instead of having it sent again.
+    recompute: whether every block uses activation checkpointing. The entries and experts that a block selected are kept
+        and not computed again.
+    keep_combined: with `recompute` and experts split over ranks, whether to keep the received results of the experts
+        (one hidden vector per token and layer) instead of exchanging them again.
     offload: with `recompute`, keep the "inputs" of every block, its residual streams, in host memory from the forward
         to the backward (pinned, and copied while other work runs, on CUDA); "off" keeps them on the device.
-    frozen: weights of a quantised checkpoint that are not trained (below an adapter or a drafter, of a teacher) stay
-        "packed" as they are stored, or are kept as "values"; the results are the same.
-    train_indexer: compute the indexer's KL loss; without it the indexer's parameters get zero gradients.
-    probe: also compute the attention mass over all visible entries (quadratic; see `model.indexer_recall`).
+    frozen: how the frozen weights of a quantised checkpoint are held in memory, for example under an adapter or in a
+        teacher: "packed" in their stored form, or unpacked as "values". The results are the same.
+    train_indexer: whether to compute the KL loss of the indexers; without it their parameters get zero gradients.
+    probe: whether to compute also the attention mass over all visible entries, at quadratic cost (see
+        `model.indexer_recall`).
     """
 
     attention: Literal["sparse", "dense"] = "sparse"
@@ -309,10 +329,10 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the two auxiliary losses beside the language-model loss (V4.1 report, optimisation).
+    """The weights of the two auxiliary losses that are added to the language-model loss (V4.1 report, optimisation).
 
-    indexer_kl: of the indexers' KL loss; 0 leaves the indexers untrained.
-    router_balance: of the sequence-level balance loss of the routers.
+    indexer_kl: weight of the KL loss of the indexers; with 0 the indexers are not trained.
+    router_balance: weight of the sequence-level balance loss of the routers.
     """
 
     indexer_kl: float = 1.0
@@ -326,12 +346,13 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class DraftObjective:
-    """Weights of a drafter's loss terms; the defaults are DeepSpec's (arXiv 2607.05147). See `model.dspark`.
+    """The weights of the terms in a drafter's loss (see `model.dspark`); the defaults are those of DeepSpec (arXiv
+    2607.05147).
 
-    ce: of the cross-entropy of the true tokens.
-    l1: of the distance from the backbone's distribution.
-    confidence: of the confidence's error.
-    detach_confidence: that error trains the confidence head only.
+    ce: weight of the cross-entropy of the true tokens.
+    l1: weight of the L1 distance from the backbone's distribution.
+    confidence: weight of the error of the confidence head.
+    detach_confidence: whether the error of the confidence head trains only the confidence head.
     """
 
     ce: float = 0.1
@@ -341,15 +362,15 @@ class DraftObjective:
 
 
 def text_problems(c: TextConfig) -> list[str]:
-    """Every broken rule of a text configuration, as 'key: what is wrong, what is allowed'."""
-    lists = list(_layer_list_problems(c))  # unless they are sound, the schedule cannot be read off them
+    """A list of the broken rules of a text configuration, each as 'key: what is wrong, what is allowed'."""
+    lists = list(_layer_list_problems(c))  # the layer schedule can be checked only if these lists are valid
     found = [*_size_problems(c), *lists, *([] if lists else _schedule_problems(c)), *_engram_problems(c)]
     return [f"text_config.{problem}" for problem in found]
 
 
 def drafter_problems(c: TextConfig) -> list[str]:
-    """Every broken rule of the part of a text configuration that a DSpark drafter follows. A model without one need not
-    keep them.
+    """A list of the broken rules among the settings of a DSpark drafter in a text configuration. A model without a
+    drafter need not satisfy them.
     """
     positive = "num_nextn_predict_layers dspark_block_size dspark_markov_rank dspark_n_routed_experts"
     found = [f"{key}: is {getattr(c, key)}, must be positive" for key in positive.split() if getattr(c, key) < 1]
@@ -406,7 +427,7 @@ def _size_problems(c: TextConfig) -> Iterator[str]:
 
 
 def _layer_list_problems(c: TextConfig) -> Iterator[str]:
-    """Whether the lists of the schedule are lists of the model's layers."""
+    """The problems of the per-layer lists: wrong lengths, and layer numbers that the model does not have."""
     layers, drafter = c.num_hidden_layers, c.num_nextn_predict_layers
     if len(c.compress_ratios) not in (layers, layers + drafter):
         yield (
@@ -430,7 +451,9 @@ def _layer_list_problems(c: TextConfig) -> Iterator[str]:
 
 
 def _schedule_problems(c: TextConfig) -> Iterator[str]:
-    """The CSA2 layer schedule: who compresses, who scores, who reuses."""
+    """The problems of the CSA2 schedule, which sets which layers compress KV, which score entries and which reuse a
+    selection.
+    """
     for key in ("kv_source_layer_ids", "index_source_layer_ids"):
         for layer in getattr(c, key):
             if c.ratio(layer) == 0:
@@ -470,7 +493,7 @@ def _engram_problems(c: TextConfig) -> Iterator[str]:
 
 
 def vision_problems(v: VisionConfig) -> Iterator[str]:
-    """Every broken rule of a vision configuration."""
+    """The broken rules of a vision configuration."""
     if v.num_attention_heads < 1 or v.hidden_size % v.num_attention_heads:
         yield f"vision_config.num_attention_heads: is {v.num_attention_heads}, must divide hidden_size {v.hidden_size}"
     elif (v.hidden_size // v.num_attention_heads) % 4:
@@ -486,7 +509,9 @@ def vision_problems(v: VisionConfig) -> Iterator[str]:
 
 
 def _mapping(raw: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
-    """Take a section out of `raw`; empty if it is missing or null. Raises ValueError if it is something else."""
+    """Remove the section `key` from `raw` and return it; it is empty if the key is missing or null. Raises ValueError
+    if the value is not a mapping.
+    """
     value = raw.pop(key, None)
     if not isinstance(value, dict | NoneType):
         raise ValueError(f"{prefix}{key}: must be a mapping of the released keys, got {value!r}")
@@ -494,7 +519,9 @@ def _mapping(raw: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
 
 
 def _fill(cls: type, raw: dict[str, Any], where: str, problems: list[str]) -> Any:
-    """Make dataclass `cls` from `raw`; unknown keys and wrong types become problems."""
+    """Make an instance of dataclass `cls` from `raw`. Unknown keys and values of a wrong type are added to
+    `problems`.
+    """
     known = {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     defaults = cls()

@@ -1,9 +1,10 @@
-"""What a configuration costs: parameters, active parameters, FLOPs, KV bytes and activations, by part.
+"""Computes what a configuration costs: parameters, active parameters, FLOPs, KV cache bytes and activation bytes, for
+each part of the model.
 
-Pure functions of a `ModelConfig` or of a model on any device, "meta" included. Nothing here is measured; tests compare
-the numbers with real tensors of small models.
-Shapes: T tokens, n streams, d hidden, H heads, D head dim, E experts, k experts per token, f expert intermediate size,
-W window, K top-k, r compression ratio, Hi x Di index heads, G Engram rows per token.
+All functions depend only on a `ModelConfig` or on a model on any device, including "meta". The numbers are computed,
+not measured; tests compare them with the real tensors of small models. In formulas, n is the number of residual
+streams, d the hidden size, E the number of experts, k the experts per token, f the intermediate size of an expert, W
+the window size and r a compression ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig, TextConfig
 
-# Part of a parameter by the first pattern found in its name.
+# A parameter belongs to the part whose pattern is the first that occurs in the parameter's name.
 PARTS = (
     ("vision", r"^(vision|aligner|image_)"),
     ("Engram tables", r"\.engram\.embed\."),
@@ -36,23 +37,24 @@ PARTS = (
 DRAFTER_HEADS = (
     "drafter heads",
     r"^mtp\.\d+\.(main_proj|markov_head|confidence_head)\.",
-)  # else it has what others have
+)  # the other parameters of a drafter belong to the same parts as those of the backbone
 OUTSIDE_BACKBONE = ("Engram tables", "vision")
-ELEMENTWISE = (".engram.q_weight", ".engram.k_weight")  # 2-D, but no matrices
+ELEMENTWISE = (".engram.q_weight", ".engram.k_weight")  # 2-D parameters that are not used as matrices
 RECOMPUTED = "one block computed again"
 
 
 def part_of(name: str) -> str:
-    """The part that a parameter belongs to, by its name."""
+    """The part of the model that the parameter with this name belongs to."""
     for part, pattern in (*PARTS, DRAFTER_HEADS):
         if re.search(pattern, name):
             return part
-    raise AssertionError(f"{name} belongs to no part; add it to PARTS")
+    raise AssertionError(f"parameter {name} matches no pattern of PARTS; add one")
 
 
 def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
-    """A lower bound of the parameters that a process holds, from the large matrices alone. Builds nothing, so that it
-    has an answer for any size. With `table_shards` token embedding and head count as if they were split too.
+    """A lower bound for the number of parameters that a process holds, which counts only the large matrices. It is
+    computed without building a model, so it works for any size. With `table_shards`, the token embedding and the head
+    are counted as split too.
     """
     text, vision = config.text, config.vision
     d, n, heads = text.hidden_size, text.hc_mult, text.num_attention_heads * text.head_dim
@@ -71,8 +73,8 @@ def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
-    """Number of parameters of each part of a model or drafter; parts the model lacks are 0. Backbone: all but
-    `OUTSIDE_BACKBONE`.
+    """The number of parameters of each part of a model or drafter (0 for parts that it does not have), and of the
+    backbone, which consists of all parts except `OUTSIDE_BACKBONE`.
     """
     counts = dict.fromkeys((part for part, _ in PARTS), 0)
     for name, parameter in model.named_parameters():
@@ -82,16 +84,17 @@ def parameters(model: nn.Module) -> dict[str, int]:
 
 
 def prefill_layers(config: TextConfig) -> int:
-    """Blocks that every prompt token must pass: those before the last kv source (the causal encoder).
+    """The number of blocks that every prompt token must pass through: those before the last KV source (the causal
+    encoder).
 
-    All later layers read that source's entries, made from its input, and otherwise only their window. Without a kv
-    source every block counts.
+    Later layers read only the entries of this KV source, which it computes from its input, and their own sliding
+    window. If the model has no KV source, all blocks count.
     """
     return max(config.kv_source_layer_ids, default=config.num_hidden_layers)
 
 
 class Active(NamedTuple):
-    """Parameters used for one text token, see `active_parameters`."""
+    """The number of parameters used for one text token, see `active_parameters`."""
 
     prefill: float
     decode: float
@@ -102,12 +105,13 @@ def _text_config(model: nn.Module) -> TextConfig:
 
 
 def active_parameters(model: nn.Module) -> Active:
-    """Parameters that one text token is multiplied with.
+    """The number of parameters that one text token is multiplied with, in decoding and in prefill.
 
-    Decode: all blocks with k of E routed experts and the shared one, the final norm and the head. Prefill: the blocks
-    of `prefill_layers` and, of the last kv source's block, what makes its entries and index keys. Lookups (embedding,
-    Engram tables) and the vision tower do not count. This is the reading under which the released configuration gives
-    the report's 8B and 16B: counting the embedding too would make them 9B and 17B.
+    In decoding these are all blocks with k of the E routed experts and the shared expert, the final norm and the head.
+    In prefill these are the blocks of `prefill_layers`, and the part of the last KV source's block that computes
+    entries and index keys. Looked-up rows (embedding, Engram tables) and the vision tower are not counted. With this
+    definition the released configuration has the report's 8B and 16B active parameters; with the embedding it would
+    have 9B and 17B.
     """
     config = _text_config(model)
     encoder = prefill_layers(config)
@@ -125,15 +129,17 @@ def active_parameters(model: nn.Module) -> Active:
 
 
 def layer_of(name: str) -> float:
-    """Layer number of a parameter; infinity outside the blocks."""
+    """The layer number of the parameter with this name; infinity for parameters outside the blocks."""
     match = re.match(r"layers\.(\d+)\.", name)
     return int(match.group(1)) if match else float("inf")
 
 
 def kv_bytes(config: TextConfig) -> dict[str, float]:
-    """Cache bytes per token that grow with the context: packed entries of every Full layer, 1/r of one a token.
+    """Bytes of KV cache per token that grow with the context: each Full layer with compression ratio r stores 1/r entry
+    per token.
 
-    Main KV: FP4 values and an E4M3 scale for every 16; index keys: MXFP4 values and a UE8M0 scale for every 32.
+    Main KV is stored as FP4 values with one E4M3 scale per 16 values, index keys as MXFP4 values with one UE8M0 scale
+    per 32 values.
     """
     entries = sum(1 / config.ratio(layer) for layer in config.kv_source_layer_ids)
     return {
@@ -145,16 +151,17 @@ def kv_bytes(config: TextConfig) -> dict[str, float]:
 
 
 def window_kv_bytes(config: TextConfig) -> int:
-    """Cache bytes per sequence of any length beyond the window: W FP8 entries with a UE8M0 scale for every 32, in every
-    layer.
+    """Bytes of sliding-window KV cache per sequence, for sequences longer than the window: W FP8 entries with one UE8M0
+    scale per 32 values, in every layer.
     """
     return config.num_hidden_layers * config.sliding_window * (config.head_dim + -(-config.head_dim // 32))
 
 
 class Flops(NamedTuple):
-    """FLOPs per text token (a multiply-add is two) of one part.
+    """The FLOPs per text token of one part of the model (a multiply-add counts as two).
 
-    forward: of one forward pass; step: of forward and backward; recomputed: what activation checkpointing adds.
+    forward: FLOPs of the forward pass; step: FLOPs of forward and backward pass together; recomputed: additional FLOPs
+    of activation checkpointing.
     """
 
     forward: float
@@ -163,12 +170,12 @@ class Flops(NamedTuple):
 
 
 def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[str, Flops]:
-    """FLOPs per token of training on documents of `length` tokens, by part.
+    """FLOPs per token of training on documents of `length` tokens, for each part of the model.
 
-    A matrix costs 2 in the forward and 4 in the backward for each parameter applied (the indexer's 2: its inputs are
-    detached). The sparse attention's backward takes five products for the forward's two. Scoring entries has no
-    backward; the indexer's loss scores the selected ones anew. Element-wise work is left out, but for the mixing of
-    streams.
+    A matrix costs 2 FLOPs per parameter in the forward pass and 4 in the backward pass (only 2 in the indexer, whose
+    inputs are detached). Sparse attention has two matrix products in the forward pass and five in the backward pass.
+    Scoring all entries has no backward pass, but the indexer loss scores the selected entries again. Element-wise
+    operations are not counted, except the mixing of residual streams.
     """
     config = _text_config(model)
     core, scan, indexer_loss = 0.0, 0.0, 0.0
@@ -197,7 +204,9 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
 
 
 def _matrix_flops(model: nn.Module) -> dict[str, float]:
-    """Forward FLOPs per token of the matrices, and of the mixing of streams, by part."""
+    """Forward FLOPs per token of the weight matrices and of the mixing of residual streams, for each part of the
+    model.
+    """
     config = _text_config(model)
     applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
     for name, parameter in model.named_parameters():
@@ -216,7 +225,9 @@ def _matrix_flops(model: nn.Module) -> dict[str, float]:
 
 
 def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
-    """Mean over the positions of a document of min(most, entries visible there)."""
+    """The mean, over the positions of a document, of the number of entries visible at a position, but at most
+    `most`.
+    """
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
 
@@ -237,7 +248,8 @@ class Widths(NamedTuple):
 def activation_bytes(
     config: ModelConfig, widths: Widths, recompute: bool, keep_combined: bool = False, offload: bool = False
 ) -> dict[str, float]:
-    """Bytes per token that a text micro-batch holds when its backward begins, by part.
+    """Activation bytes per token that a text micro-batch holds when its backward pass begins, for each part of the
+    model.
 
     With `recompute` only each block's inputs and what its first pass selected are held (with `keep_combined` the
     results of its MoE layer too, as where experts are split over ranks; with `offload` without its streams), beside
@@ -260,21 +272,23 @@ def activation_bytes(
 
 
 def expert_row_bytes(config: TextConfig, bf16: bool) -> int:
-    """Of the bytes per token that `block_saves` counts for the routed experts, those of the rows that the experts of a
-    rank received: inputs, gate, up and hidden, k rows a token on average over ranks.
+    """Bytes per token that the routed experts of a rank save for the rows they received (inputs, gate, up and hidden),
+    which is a part of `block_saves`. On average over ranks there are k rows per token.
     """
     width = 2 if bf16 else 4
     return width * config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
 
 
 def head_gradient_bytes(config: ModelConfig) -> int:
-    """The fp32 gradient of the head that the chunked cross-entropy holds from forward to backward."""
+    """Bytes of the head's fp32 gradient, which the chunked cross-entropy holds from the forward pass to the backward
+    pass.
+    """
     return 4 * config.text.vocab_size * config.text.hidden_size
 
 
 def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights of which bf16 autocast keeps a copy for the backward: the blocks' matrices, but for those applied in fp32
-    and the indexers', whose inputs are detached.
+    """Yield the weights of which bf16 autocast keeps a bf16 copy for the backward pass: the matrices of the blocks,
+    except those that are applied in fp32 and those of the indexers, whose inputs are detached.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -287,7 +301,7 @@ def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
-    """Bytes per token that one block saves for its backward, by part, in the order of its forward."""
+    """Bytes per token that one block saves for its backward pass, for each part, in the order of the forward pass."""
     n, d, f, k = c.hc_mult, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), widths.products
     full, source = layer in c.kv_source_layer_ids, layer in c.index_source_layer_ids
@@ -297,13 +311,15 @@ def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
     def inputs(products: int, size: int) -> int:  # autocast copies an fp32 input for every product
         return products * 2 * size if copied else widths.normed * size
 
-    sinkhorn = n * (2 * c.hc_sinkhorn_iters - 1)  # the denominators of its steps
+    sinkhorn = n * (2 * c.hc_sinkhorn_iters - 1)  # the denominators of all Sinkhorn steps
     saved: dict[str, float] = {
         "streams": 2 * (widths.streams * n * d + 4 + 4 * (3 * n * n + 6 * n + sinkhorn) + _norm(d))
     }
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
     attention: float = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
-    attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads  # q, output, output turned back; window KV
+    attention += (
+        3 * width * heads * dim + width * dim + 8 + 4 * heads
+    )  # queries, output, inversely rotated output; window KV
     attention += width * (c.o_groups * c.o_lora_rank + d)
     if full:
         attention += 8 * dim * (ratio > 1) + 8
@@ -343,7 +359,9 @@ def block_inputs(
 
 
 def _loss_saves(c: TextConfig, widths: Widths) -> float:
-    """Bytes per token behind the last block: final collapse and norm, cross-entropy, balance loss, indexer losses."""
+    """Bytes per token saved after the last block, by the final collapse and norm, the cross-entropy, the balance loss
+    and the indexer losses.
+    """
     width = widths.products
     size = float(widths.streams * c.hc_mult * c.hidden_size + 4 * c.hc_mult)
     size += _norm(c.hidden_size) + 8 + width * c.hidden_size
@@ -355,5 +373,7 @@ def _loss_saves(c: TextConfig, widths: Widths) -> float:
 
 
 def _norm(width: int) -> int:
-    """Bytes that an RMSNorm saves: its input and the normalised values in fp32, and the root."""
+    """Bytes per row that an RMSNorm saves: its input and the normalised values in fp32, and the inverse root mean
+    square.
+    """
     return 8 * width + 4

@@ -1,19 +1,24 @@
-"""DSpark, the drafter: a few blocks that propose several next tokens in one pass, from the backbone's hidden states.
+"""DSpark, the drafter for speculative decoding: a few blocks that propose several next tokens in one pass, from the
+hidden states of the backbone.
 
-Geometry (released inference code; V4.1 report, arXiv 2609.19969). The anchor a is the place of the token just drawn,
-so the backbone has passed positions 0..a-1. A block of B drafts starts there: the anchor token, then B-1 noise tokens,
-in n equal streams. Every draft sees the context keys of positions max(0, a-W)..a-1 and all B keys of its own block
-(nothing is causal inside). Context keys come from `main_x`, the backbone's own streams at the target layers, projected
-and normed; each stage makes its own. Slot i proposes the token at a+1+i: its base logits get a bias from the token
-before it (the Markov head), its confidence logit predicts whether the proposal will be accepted.
+The architecture follows the released inference code and the V4.1 report (arXiv 2609.19969). The anchor a is the
+position of the most recent token, so the backbone has processed positions 0..a-1. A block of B drafts starts at the
+anchor: its inputs are the anchor token and B-1 noise tokens, each copied to n residual streams. Every draft attends to
+the context keys of positions max(0, a-W)..a-1 and to all B keys of its own block, without a causal mask inside the
+block. Each stage of the drafter computes its own context keys from `main_x`, a normalised projection of the backbone's
+residual streams at the target layers. Slot i proposes the token at position a+1+i. The Markov head adds to the logits
+of a slot a bias that depends on the token before it, and the confidence head predicts whether the proposal will be
+accepted.
 
-The backbone's embedding and head serve the drafter too; nothing of the backbone gets a gradient.
+The drafter also uses the embedding and the head of the backbone; no parameter of the backbone gets a gradient.
 
-Loss (DeepSpec, arXiv 2607.05147), q the drafter's distribution given the true tokens before, p the backbone's:
-    0.1 CE + 0.9 L1 + 1.0 BCE, weighted over slots by exp(-i/4) while the slots up to there are supervised.
+The loss is 0.1 CE + 0.9 L1 + 1.0 BCE, as in DeepSpec (arXiv 2607.05147). It compares q, the drafter's distribution
+given the true previous tokens, with p, the distribution of the backbone. Slot i is weighted by exp(-i/4), and counts
+only if it and all slots before it are supervised.
 
-Shapes: T real tokens of the layout, N drafted blocks, B block size, W window, n streams, d hidden, H heads, D head dim,
-V vocabulary, r Markov rank; A anchors of a row.
+In shapes, T is the number of tokens without padding, N the number of drafted blocks, B the block size, W the window
+size, n the number of residual streams, d the hidden size, H the number of heads, D the head dimension, V the vocabulary
+size, r the rank of the Markov head and A the number of anchors in a row.
 """
 
 from __future__ import annotations
@@ -49,16 +54,17 @@ from model.precision import for_products
 from model.rope import inverse_frequencies, rotations
 from model.sparse import chunk_elements, dense_attention, gathered_attention
 
-DECAY = 4.0  # a slot i counts exp(-i / DECAY)
-BINS = 10  # of predicted acceptance, for its calibration
+DECAY = 4.0  # slot i has the weight exp(-i / DECAY) in the loss
+BINS = 10  # number of bins of the predicted acceptance, to measure its calibration
 
 
 class DraftLayout(NamedTuple):
-    """Keys and positions of N blocks of drafts. places int64 [N, W]: their context keys, as row numbers of the keys
-    that a stage is given; hidden bool [N, W]: true where there is no key (before the document or outside the window);
-    phasors complex64 [N*B, rope/2]: the RoPE factors of the drafts.
+    """The context keys and positions of N blocks of drafts. places int64 [N, W]: the row numbers of their context keys
+    among the keys that a stage is given; hidden bool [N, W]: true where there is no key (before the document or outside
+    the window); phasors complex64 [N*B, rope/2]: the RoPE factors of the drafts.
 
-    image: read by the routers. Drafts are always routed as text, with the router's `bias`, even after an image.
+    image: is None because routers read it and drafts are always routed as text, with the router's `bias`, even after an
+    image.
     """
 
     places: Tensor
@@ -68,8 +74,9 @@ class DraftLayout(NamedTuple):
 
 
 class Anchors(NamedTuple):
-    """The anchors of a batch. shape: that of the given tensor, [A] or [B, A]; real int64 [N]: which elements are
-    anchors and not padding (-1); last int64 [N]: index, among the layout's tokens, of the token before each anchor.
+    """The anchors of a batch. shape: the shape [A] or [B, A] of the given tensor; real int64 [N]: the indices of its
+    elements that are anchors and not padding (-1); last int64 [N]: for each anchor, the index of the token before it
+    among the layout's tokens.
     """
 
     shape: torch.Size
@@ -88,11 +95,11 @@ class Anchors(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """The drafter's output when the token before each slot is known. Shapes are for anchors [A] of one row; with
-    anchors [rows, A], every tensor has a leading axis of rows.
+    """The output of the drafter when the token before each slot is given. The shapes are for anchors [A] of one row;
+    with anchors [rows, A], every tensor has an additional leading axis of rows.
 
-    main_x [S, d], zero at padding; hidden [A, B, d] before the last norm; base_logits fp32 [A, B, V] without and logits
-    fp32 [A, B, V] with the Markov head's bias; confidence fp32 [A, B], before the sigmoid.
+    main_x [S, d] is zero at padding; hidden [A, B, d] is taken before the last norm; base_logits fp32 [A, B, V] do not
+    include the bias of the Markov head, logits fp32 [A, B, V] do; confidence fp32 [A, B] is taken before the sigmoid.
     """
 
     main_x: Tensor
@@ -113,12 +120,13 @@ class Draft(NamedTuple):
 
 
 class DraftLoss(NamedTuple):
-    """The training loss of a batch and what it is made of.
+    """The training loss of a batch and its terms.
 
-    loss = 0.1 ce + 0.9 l1 + bce is differentiable; each term is the mean over all slots of the batch, weighted by
-    `weights`. tau: expected accepted length of a block, 1 + the accepted drafts, averaged over blocks with a supervised
-    slot. Detached, with the anchors' shape and a last axis of B slots: valid bool (supervised), weights, alpha
-    (probability of acceptance, 0 where not valid), confidence (logits). expert_load int64 [stages, 2, E].
+    The field loss = 0.1 ce + 0.9 l1 + bce is differentiable; each term is a mean over all slots of the batch, weighted
+    by `weights`. tau: the expected number of tokens accepted per block (the backbone's token and the accepted drafts),
+    averaged over blocks with a supervised slot. The next fields are detached and have the shape of the anchors with a
+    last axis of B slots: valid (bool, whether the slot is supervised), weights, alpha (the probability of acceptance, 0
+    where not valid) and confidence (logits). expert_load int64 [stages, 2, E] counts tokens per expert.
     """
 
     loss: Tensor
@@ -135,8 +143,9 @@ class DraftLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftDenominators:
-    """Counts over a whole optimizer step (all micro-batches, all ranks). num_tokens: tokens without padding; valid
-    int64 [B]: for each slot, the number of blocks in which it and all slots before it are supervised.
+    """Token and slot counts of a whole optimizer step (all micro-batches, all ranks), which divide the losses.
+    num_tokens: the number of non-padding tokens; valid int64 [B]: for each slot, the number of blocks in which it and
+    all slots before it are supervised.
     """
 
     num_tokens: Tensor
@@ -149,7 +158,7 @@ class DraftDenominators:
         return total.where(total > 0, 1.0)
 
     def to_tensor(self) -> Tensor:
-        """int64 [1 + B], for an all-reduce."""
+        """The counts as one tensor int64 [1 + B], for an all-reduce."""
         return torch.cat([self.num_tokens.reshape(1), self.valid])
 
     @classmethod
@@ -158,14 +167,14 @@ class DraftDenominators:
 
 
 class DraftLosses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators, so
-    the totals of micro-batches add up to the loss.
+    """The losses of one micro-batch. `total` is differentiable and already divided by the denominators of the whole
+    step, so the totals of all micro-batches add up to the loss of the step.
 
-    The other fields are detached sums: ce_sum, l1_sum, bce_sum, weighted over slots; slots int64 [B], the number of
-    supervised slots at each place in a block; alpha_sum [B], the sum of their acceptance probabilities; accepted_sum,
-    the expected accepted tokens of all blocks, including the backbone's own token of each; calibration fp64 [BINS, 3],
-    for each bin of predicted acceptance the number of slots, the sum of predictions and the sum of true acceptances;
-    expert_load int64 [stages, 2, E].
+    The other fields are detached sums: ce_sum, l1_sum and bce_sum, the loss terms weighted over slots; slots int64 [B],
+    the number of supervised slots at each position in a block; alpha_sum [B], the sum of their acceptance
+    probabilities; accepted_sum, the expected number of accepted tokens of all blocks, including one token of the
+    backbone per block; calibration fp64 [BINS, 3], for each bin of predicted acceptance the number of slots, the sum of
+    predictions and the sum of true acceptance probabilities; expert_load int64 [stages, 2, E].
     """
 
     total: Tensor
@@ -180,8 +189,8 @@ class DraftLosses(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Loss terms as weighted sums, and the values they are computed from: valid, weights, alpha and confidence [N, B],
-    accepted [N].
+    """The loss terms as weighted sums, and the values that they are computed from: valid, weights, alpha and confidence
+    [N, B], and accepted [N].
     """
 
     ce_sum: Tensor
@@ -197,7 +206,9 @@ class _Terms(NamedTuple):
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias on the logits that depends on the previous token: embed [V, r], head [V, r]."""
+    """The Markov head: a low-rank bias on the logits that depends on the previous token, with the weights embed [V, r]
+    and head [V, r].
+    """
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -211,21 +222,25 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts the probability that a draft is accepted, as a logit."""
+    """The confidence head: predicts, as a logit, the probability that a draft is accepted."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
         self.proj = nn.Linear(config.hidden_size + config.dspark_markov_rank, 1, bias=False)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """hidden [..., d] before the last norm, embedded [..., r] of the token before -> fp32 [...]."""
+        """The confidence logits fp32 [...], from hidden [..., d] before the last norm and embedded [..., r], the Markov
+        embedding of the previous token.
+        """
         with torch.autocast(hidden.device.type, enabled=False):
             both = torch.cat([hidden.float(), embedded.float()], dim=-1)
             return F.linear(both, self.proj.weight.float()).squeeze(-1)
 
 
 class StageOutput(NamedTuple):
-    """The state after a stage, its routing, and what its recomputation needs (None behind `recomputation.run`)."""
+    """The output of a stage: the state after it, its routing, and the results that a recomputation of the stage reuses
+    (None in the output of `recomputation.run`).
+    """
 
     state: BlockState
     routing: Routing
@@ -233,9 +248,9 @@ class StageOutput(NamedTuple):
 
 
 class Stage(Block):
-    """A block like the backbone's (window attention only, its own number of experts) that also attends to context keys.
-    The first stage also holds the projection and norm that compute `main_x`; the last stage holds the final norm, the
-    Markov head and the confidence head.
+    """A drafter stage: a block like those of the backbone that also attends to context keys. It has window attention
+    only, and its own number of experts. The first stage also holds the projection and norm that compute `main_x`; the
+    last stage holds the final norm, the Markov head and the confidence head.
     """
 
     def __init__(self, config: TextConfig, stage: int, parallel: Parallel):
@@ -264,9 +279,9 @@ class Stage(Block):
         runtime: ForwardOptions,
         first: MoEFirstPass | None = None,
     ) -> StageOutput:
-        """Run the stage on the state of N*B drafts. context_keys [M, D] are indexed by `layout.places`. With
-        `runtime.attention="dense"`, the reference attention runs on one block of drafts at a time. `first`: what the
-        first pass left for this one, a recomputation.
+        """Run the stage on the state of N*B drafts. `layout.places` indexes context_keys [M, D]. With
+        `runtime.attention="dense"`, the reference attention is used, for one block of drafts at a time. `first`: the
+        results of the first pass, given in recomputation.
         """
         with using(runtime.kernels):
             streams = state.streams
@@ -285,10 +300,10 @@ class Stage(Block):
 
 
 class Drafter(nn.Module):
-    """All `mtp.*` weights, or this rank's part of them (the experts are split like the backbone's).
+    """The drafter: all `mtp.*` weights, or this rank's part of them (the experts are split as those of the backbone).
 
-    The drafter uses `backbone` (its embedding, its head, and its hidden states), but does not own it: the backbone's
-    weights are not among the drafter's parameters, nor in its state dict.
+    The drafter uses the embedding, the head and the hidden states of `backbone`, but the backbone's weights are neither
+    among the drafter's parameters nor in its state dict.
     """
 
     def __init__(self, backbone: DeepseekV41):
@@ -298,7 +313,7 @@ class Drafter(nn.Module):
         stages = nn.ModuleList(Stage(text, stage, self.parallel) for stage in range(text.num_nextn_predict_layers))
         self.mtp = cast(list[Stage], stages)
         self.block_size, self.frequencies = text.dspark_block_size, inverse_frequencies(text, compressed=False)
-        self._backbone = (backbone,)  # in a tuple: not a submodule
+        self._backbone = (backbone,)  # a tuple, so that the backbone is not registered as a submodule
 
     @property
     def backbone(self) -> DeepseekV41:
@@ -306,20 +321,24 @@ class Drafter(nn.Module):
 
     @property
     def runtime(self) -> ForwardOptions:
-        """The backbone's options. `attention="dense"` also makes the drafter use its reference attention."""
+        """The forward options of the backbone. With `attention="dense"` the drafter also uses its reference
+        attention.
+        """
         return self.backbone.runtime
 
     def router_biases(self) -> list[tuple[Tensor, Tensor]]:
-        """(bias, bias_vl) of every stage's router, fp32 [E] each. Drafts are routed with `bias`."""
+        """The router biases of every stage as pairs (bias, bias_vl), fp32 [E] each. Drafts are routed with `bias`, the
+        bias for text.
+        """
         return [(stage.ffn.gate.bias, stage.ffn.gate.bias_vl) for stage in self.mtp]
 
     def forward(
         self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, previous_tokens: Tensor, **batch: Tensor
     ) -> Drafted:
-        """Run the drafter with known tokens before each slot.
+        """Run the drafter when the token before each slot is known.
 
         input_ids int64 [B, S]. anchors int64 [A] if there is one row, or [B, A] padded with -1: positions in the row;
-        an anchor continues the document of the token before it. anchor_tokens: the tokens at the anchors, same shape.
+        an anchor belongs to the document of the token before it. anchor_tokens: the tokens at the anchors, same shape.
         previous_tokens int64 [..., block size]: the token before each slot, starting with the anchor token. batch: the
         other inputs of `DeepseekV41.features`. Raises ValueError for anchors without a real token before them.
         """
@@ -337,8 +356,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def draft(self, input_ids: Tensor, anchors: Tensor, anchor_tokens: Tensor, **batch: Tensor) -> Draft:
-        """Greedy drafts: each slot takes the likeliest token, which the next slot's Markov bias depends on. Inputs as
-        in `forward`.
+        """Draft greedily: each slot takes the most likely token, on which the Markov bias of the next slot depends. The
+        arguments are as in `forward`.
         """
         features = self._features(input_ids, batch)
         where = self.locate(anchors, features.layout, input_ids.shape)
@@ -348,8 +367,8 @@ class Drafter(nn.Module):
         return Draft(*(where.unflatten(x) for x in found))
 
     def propose(self, hidden: Tensor, first: Tensor, pick: Callable[[int, Tensor], Tensor]) -> Draft:
-        """Choose the drafts slot by slot from hidden [N, B, d] and the anchor tokens `first` int64 [N].
-        `pick(slot, logits [N, V])` returns the chosen tokens int64 [N].
+        """Choose the draft tokens slot by slot, from the hidden states [N, B, d] and the anchor tokens `first` int64
+        [N]. The function `pick(slot, logits [N, V])` returns the tokens int64 [N] chosen for a slot.
         """
         logits, before, tokens, embedded = self._base_logits(hidden), first, [], []
         for slot in range(self.block_size):
@@ -363,16 +382,16 @@ class Drafter(nn.Module):
     def loss(
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool = True, **batch: Tensor
     ) -> DraftLoss:
-        """The training loss of a batch. labels int64 [B, S] are not shifted, -100 is ignored; anchors as in `forward`.
-        Slots after the end of the document, or after a token without a label, are not supervised.
+        """Compute the training loss of a batch. labels int64 [B, S] are not shifted, and -100 is ignored; anchors as in
+        `forward`. Slots after the end of a document, or after a token without a label, are not supervised.
 
-        detach_confidence: the gradient of the confidence loss reaches the confidence head only. Sources disagree about
-        this: in DeepSpec it reaches the whole drafter; an ablation in `speculators` (pull request 848) found that
-        harmful.
+        detach_confidence: whether the confidence loss trains only the confidence head. Published implementations
+        differ: in DeepSpec this loss trains the whole drafter, but an ablation in `speculators` (pull request 848)
+        found that harmful.
         """
         terms = self._terms(input_ids, labels, anchors, detach_confidence, batch)
         total, blocks = terms.weights.sum(), terms.valid[:, 0].sum()
-        count = total.where(total > 0, 1.0)  # without a supervised slot the loss is 0, not NaN
+        count = total.where(total > 0, 1.0)  # if no slot is supervised, the loss is 0 and not NaN
         ce, l1, bce = (term / count for term in (terms.ce_sum, terms.l1_sum, terms.bce_sum))
         tau = terms.accepted.sum() / blocks.clamp(min=1)
         shown = (terms.where.unflatten(x) for x in (terms.valid, terms.weights, terms.alpha, terms.confidence))
@@ -393,7 +412,9 @@ class Drafter(nn.Module):
         layout: SequenceLayout | None = None,
         **batch: Tensor,
     ) -> DraftDenominators:
-        """This batch's contribution to the step's denominators, computed without a forward pass."""
+        """The contribution of this micro-batch to the loss denominators of its step, computed without a forward
+        pass.
+        """
         layout = layout or self.lay_out(input_ids, labels, **batch)
         where = self.locate(anchors, layout, input_ids.shape)
         slots = slots_of(where, layout, input_ids, labels, self.block_size)
@@ -408,7 +429,9 @@ class Drafter(nn.Module):
         objective: DraftObjective = DraftObjective(),  # noqa: B008
         **batch: Tensor,
     ) -> DraftLosses:
-        """The training losses of one micro-batch, normalised by the denominators of its step. Inputs as in `loss`."""
+        """The training losses of one micro-batch, divided by the denominators of its step. The arguments are as in
+        `loss`.
+        """
         terms = self._terms(input_ids, labels, anchors, objective.detach_confidence, batch)
         total = objective.ce * terms.ce_sum + objective.l1 * terms.l1_sum + objective.confidence * terms.bce_sum
         sure = torch.sigmoid(terms.confidence[terms.valid])
@@ -465,15 +488,15 @@ class Drafter(nn.Module):
         )
 
     def main_x(self, entering: Tensor) -> Tensor:
-        """The backbone's streams at the target layers [T, target layers * d] -> [T, d], the input from which every
+        """Project the backbone's streams at the target layers [T, target layers * d] to main_x [T, d], from which every
         stage computes its context keys.
         """
         first = self.mtp[0]
         return first.main_norm(first.main_proj(for_products(entering, first.main_proj.weight)))
 
     def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
-        """The anchors of rows [B, S] as indices into the layout. Raises ValueError for anchors of a wrong shape, and
-        for an anchor without a real token before it.
+        """Find the anchors of rows [B, S] in the sequence layout. Raises ValueError if the anchors have a wrong shape,
+        or if the position before an anchor is padding or outside the row.
         """
         rows, length = shape
         wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
@@ -490,7 +513,7 @@ class Drafter(nn.Module):
         if bool(wrong.any()):
             at = int(flat[wrong][0])
             raise ValueError(
-                f"anchors: {at} has no token before it; allowed are 1..{length} behind a real token, or -1"
+                f"anchors: {at} has no token before it; allowed are 1..{length} if a non-padding token precedes, or -1"
             )
         return Anchors(anchors.shape, real, last)
 
@@ -500,9 +523,9 @@ class Drafter(nn.Module):
     def _blocks(
         self, main_x: Tensor, where: Anchors, layout: SequenceLayout, first: Tensor
     ) -> tuple[Tensor, list[Routing]]:
-        """Run all stages with the context main_x [T, d]: hidden [N, B, d] and the stages' routings. first int64 [N]:
-        the anchor tokens. A batch without anchors runs one block and drops its result, because every rank must take
-        part in the exchange of expert inputs, forward and backward.
+        """Run all stages with the context main_x [T, d] and the anchor tokens `first` int64 [N]; returns hidden [N, B,
+        d] and the routing of each stage. For a batch without anchors, one block is run and its result is discarded,
+        because every rank must take part in the exchange of expert inputs, forward and backward.
         """
         context_keys = [stage.attn.window_keys(main_x, layout.phasors) for stage in self.mtp]
         if len(first):
@@ -512,7 +535,7 @@ class Drafter(nn.Module):
         return hidden[:0], [routing.none() for routing in routings]
 
     def draft_layout(self, where: Anchors, layout: SequenceLayout) -> DraftLayout:
-        """The `DraftLayout` of the anchors `where`; its places are indices of the layout's tokens."""
+        """Make the `DraftLayout` of the anchors `where`; its places are indices of tokens in the sequence layout."""
         window = self.config.text.sliding_window
         index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=where.last.device)
         hidden = index < layout.document_start.index_select(0, where.last)[:, None]
@@ -520,12 +543,16 @@ class Drafter(nn.Module):
         return DraftLayout(index.clamp(min=0), hidden, self.phasors(position))
 
     def phasors(self, anchors: Tensor) -> Tensor:
-        """RoPE factors complex64 [N*B, rope/2] of the drafts of blocks that begin at positions int64 [N]."""
+        """The RoPE factors complex64 [N*B, rope/2] of all drafts in blocks that begin at the positions `anchors` int64
+        [N].
+        """
         positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
         return rotations(positions.flatten(), self.frequencies)
 
     def run(self, first: Tensor, layout: DraftLayout, context_keys: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
-        """Run all stages, each with its context keys [M, D]. Returns hidden [N, B, d] and each stage's routing."""
+        """Run all stages, each with its own context keys [M, D]. Returns hidden [N, B, d] and the routing of each
+        stage.
+        """
         noise = torch.full((len(first), self.block_size), self.config.text.dspark_noise_token_id, device=first.device)
         noise[:, 0] = first
         with torch.no_grad():
@@ -540,7 +567,7 @@ class Drafter(nn.Module):
             return hidden.unflatten(0, noise.shape), routings
 
     def remember(self, entering: Tensor, step: Step) -> None:
-        """Add the context keys of a step's T tokens to the cache. entering [T, target layers * d]: the backbone's
+        """Add the context keys of the T tokens of a step to the cache. entering [T, target layers * d]: the backbone's
         streams of these tokens at the target layers.
         """
         main_x, layers = self.main_x(entering), self.config.text.num_hidden_layers
@@ -548,8 +575,8 @@ class Drafter(nn.Module):
             step.layer(layers + number).keep(stage.attn.window_keys(main_x, step.layout.phasors))
 
     def recall(self, first: Tensor, cache: Cache, rows: Sequence[int]) -> Tensor:
-        """Run the drafter on cached context keys: hidden [N, B, d]. first int64 [N]: the anchor token of each cache
-        row, which follows the tokens in the cache.
+        """Run the drafter on the context keys in the cache; returns hidden [N, B, d]. first int64 [N]: the anchor token
+        of each cache row, which follows the row's cached tokens.
         """
         window, layers = self.config.text.sliding_window, self.config.text.num_hidden_layers
         device, kind = first.device, first.device.type
@@ -576,9 +603,10 @@ class Drafter(nn.Module):
 
 
 class Slots(NamedTuple):
-    """The slots of N blocks; every field is [N, B]. at int64: index of the token before the slot, where the backbone
-    predicts the same token (after the document's end: index of its last token); before int64: that token's id; target
-    int64: the token to predict, -100 for none; valid bool: this slot and all before it have a target; weights fp32.
+    """The slots of N blocks; every field is [N, B]. at int64: the index of the token before the slot, where the
+    backbone predicts the same token (the last token of the document if the slot is after its end); before int64: the id
+    of that token; target int64: the token to predict, or -100; valid bool: whether this slot and all slots before it
+    have a target; weights fp32: the weight of the slot in the loss.
     """
 
     before: Tensor
@@ -589,7 +617,9 @@ class Slots(NamedTuple):
 
 
 def slots_of(where: Anchors, layout: SequenceLayout, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
-    """Targets and weights of a batch's slots, computed without a forward pass. labels int64 [B, S], not shifted."""
+    """The targets and weights of all slots of a batch, computed without a forward pass. labels int64 [B, S] are not
+    shifted.
+    """
     ids, wanted = layout.flatten(input_ids), layout.flatten(labels)
     at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
     document = layout.document.index_select(0, where.last)
@@ -601,16 +631,17 @@ def slots_of(where: Anchors, layout: SequenceLayout, input_ids: Tensor, labels: 
 
 
 def slot_weights(block_size: int, device: torch.device) -> Tensor:
-    """fp32 [B]: how much each slot counts in the loss."""
+    """The weight of each slot of a block in the loss, fp32 [B]."""
     return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / DECAY)
 
 
 def attend_in_chunks(
     q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float
 ) -> Tensor:
-    """Attention of drafts q [N*B, H, D] over their context keys and their block's keys [N*B, D] -> [N*B, H, D].
+    """Attention of drafts q [N*B, H, D] over their context keys and the keys [N*B, D] of their own block; returns [N*B,
+    H, D].
 
-    Context keys are gathered for a chunk of blocks at a time, to bound memory; the backward gathers them again.
+    Context keys are gathered for a few blocks at a time, to bound memory, and gathered again in the backward pass.
     """
     blocks, window = layout.places.shape
     size, heads, dim = len(keys) // blocks, *q.shape[1:]
@@ -632,8 +663,8 @@ def attend_in_chunks(
 
 
 def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float) -> Tensor:
-    """The reference for `attend_in_chunks`: one block at a time, with `dense_attention` over the keys that the block
-    sees, given as its `entries`.
+    """The reference for `attend_in_chunks`: it calls `dense_attention` for one block at a time, passing all keys that
+    the block sees as `entries`.
     """
     found = []
     for places, hidden, own_q, own in zip(
@@ -641,14 +672,14 @@ def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout
     ):
         seen = torch.cat([context[places[~hidden]], own])
         every = torch.arange(len(seen), device=q.device).expand(len(own), -1)
-        nothing = torch.full((len(own),), len(own), device=q.device)  # no window: it starts after the last key
+        nothing = torch.full((len(own),), len(own), device=q.device)  # an empty window, which starts after the last key
         found.append(dense_attention(own_q, own, nothing, seen, every, sink, scale)[0])
     return torch.cat(found)
 
 
 def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
-    """A newly initialised drafter for a backbone, with the backbone's device and precision. Raises a ValueError that
-    lists what the configuration lacks for a drafter.
+    """Build a newly initialised drafter on the device and in the dtype of the backbone. Raises ValueError that lists
+    the missing or invalid drafter settings in the configuration.
     """
     drafter, text = allocate_drafter(backbone), backbone.config.text
     if backbone.embed.weight.device.type != "meta":
@@ -657,10 +688,10 @@ def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
 
 
 def allocate_drafter(backbone: DeepseekV41) -> Drafter:
-    """A drafter with uninitialised parameters, on the backbone's device."""
+    """Build a drafter with uninitialised parameters on the device of the backbone."""
     problems = [f"text_config.{problem}" for problem in drafter_problems(backbone.config.text)]
     if problems:
-        raise ValueError("this configuration describes no drafter:\n  " + "\n  ".join(problems))
+        raise ValueError("this configuration does not describe a drafter:\n  " + "\n  ".join(problems))
     with torch.device("meta"):
         drafter = Drafter(backbone)
     drafter.frequencies = inverse_frequencies(backbone.config.text, compressed=False)
@@ -671,18 +702,21 @@ def allocate_drafter(backbone: DeepseekV41) -> Drafter:
 
 
 def load_drafter(folder: str | Path, backbone: DeepseekV41) -> Drafter:
-    """The drafter of a checkpoint folder (`mtp.*`, quantised, bf16 or fp32), for the backbone that was loaded from it.
+    """Load the drafter of a checkpoint folder (tensors `mtp.*`, quantised, bf16 or fp32). `backbone` must have been
+    loaded from the same folder.
 
-    Raises FileNotFoundError for a missing file; ValueError for a folder that holds no drafter or belongs to another
-    backbone, and a ValueError listing every tensor that is missing, unexpected, or has a wrong shape or dtype.
+    Raises FileNotFoundError for a missing file, ValueError for a folder without a drafter or with another backbone, and
+    ValueError that lists every tensor that is missing, unexpected or of the wrong shape or dtype.
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
     if not any(name.startswith("mtp.") for name in read_headers(folder)):
-        raise ValueError(f"{folder} holds no drafter: no tensor of it is called mtp.*")
-    # an export also writes the number of Engram rows, which is derived from other keys and not compared
+        raise ValueError(f"{folder} contains no drafter: it has no tensor with a name mtp.*")
+    # the number of Engram rows, which an export also writes, is not compared because it follows from other keys
     if len({replace(text, engram_num_embeddings=()) for text in (config.text, backbone.config.text)}) > 1:
-        raise ValueError(f"{folder / 'config.json'}: text_config is not that of the backbone given for the drafter")
+        raise ValueError(
+            f"{folder / 'config.json'}: text_config differs from that of the backbone given for the drafter"
+        )
     drafter = allocate_drafter(backbone)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
     load_weights(drafter, folder, beside=list(released_tensors(skeleton)))

@@ -1,8 +1,11 @@
-"""Engram: hashed n-gram memory, added to all residual streams before a block's attention.
+"""Engram: a memory indexed by hashed n-grams, whose values are added to all residual streams before the attention of a
+block.
 
-Token ids are compressed (tokens whose text normalises alike share an id), the n-grams that end at a token are hashed
-into prime-sized tables, and the rows found there give n keys and one value, which a gate adds to the streams.
-Shapes: T tokens, n streams, d hidden, G = (max_ngram - 1) * heads rows per token and layer.
+Token ids are first compressed: tokens whose normalised text is the same share an id. The n-grams of compressed ids that
+end at a token are hashed to rows of tables of prime size. The rows are projected to n keys and one value, and a gate
+computed from the keys adds the value to each of the n residual streams. In shapes, T is the number of tokens, n the
+number of residual streams, d the hidden size, and G = (max_ngram - 1) * heads the number of table rows per token and
+layer.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from model.parallel.tables import Lookup, Table
 
 @dataclass(frozen=True)
 class EngramTables:
-    """Hash constants of every Engram layer: multipliers [layers][orders+1], primes and offsets [layers][G], rows
-    [layers].
+    """The hash constants of all Engram layers: multipliers [layers][orders+1], primes and offsets [layers][G], and the
+    number of table rows [layers].
     """
 
     multipliers: tuple[tuple[int, ...], ...]
@@ -36,8 +39,8 @@ class EngramTables:
 
 
 def engram_tables(config: TextConfig) -> EngramTables:
-    """The constants that the configuration implies. Raises ValueError if `engram_num_embeddings` has too few rows for
-    them.
+    """The hash constants that follow from a configuration. Raises ValueError if `engram_num_embeddings` gives fewer
+    rows than they need.
     """
     tables = _tables(
         config.engram_layer_ids,
@@ -50,14 +53,14 @@ def engram_tables(config: TextConfig) -> EngramTables:
     if any(have < need for have, need in zip(given, tables.rows, strict=False)):
         raise ValueError(
             f"text_config.engram_num_embeddings: is {list(given)}, but engram_vocab_size, engram_n_heads and "
-            f"engram_max_ngram_size need {list(tables.rows)} rows; correct it or leave it empty"
+            f"engram_max_ngram_size need {list(tables.rows)} rows; correct the value or leave it empty"
         )
     return tables
 
 
 @lru_cache(maxsize=8)
 def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, compressed_vocab: int) -> EngramTables:
-    from sympy import nextprime  # slow to import (most of a second), and only needed with Engram
+    from sympy import nextprime  # imported here because it takes almost a second and only Engram needs it
 
     bound = max(1, (2**63 - 1) // compressed_vocab // 2)
     used: set[int] = set()
@@ -81,11 +84,12 @@ def _tables(layer_ids: tuple[int, ...], orders: int, heads: int, vocab: int, com
 
 
 def build_token_map(tokenizer: Tokenizer) -> Tensor:
-    """int64 [len(tokenizer)]: compressed id of every token id, in order of first appearance.
+    """The compressed id of every token id, int64 [len(tokenizer)], numbered in the order of first appearance.
 
-    Two tokens share an id if their decoded text agrees after NFKC, NFD, dropping accents, lowercasing, turning runs of
-    space, tab, CR and LF into one space, and stripping (a lone space stays). Tokens that do not decode alone use their
-    raw spelling; tokens that normalise to nothing use their decoded text.
+    Two tokens share a compressed id if their decoded texts are equal after normalisation: NFKC, NFD, removal of
+    accents, lowercasing, replacement of runs of space, tab, CR and LF by one space, and stripping (a text that is only
+    a space stays). Tokens that cannot be decoded on their own are compared by their raw spelling, and tokens whose
+    normalised text is empty by their decoded text.
     """
     ids: dict[str, int] = {}
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -95,7 +99,7 @@ def build_token_map(tokenizer: Tokenizer) -> Tensor:
 
 
 def _text_normalizer() -> normalizers.Normalizer:
-    lone_space = "\ue000"  # private-use stand-in, so that stripping leaves a token that is only a space
+    lone_space = "\ue000"  # a private-use character that replaces a lone space, which stripping would remove
     return normalizers.Sequence(
         [
             normalizers.NFKC(),
@@ -126,11 +130,12 @@ def hash_ids(
     document_start: Tensor,
     masked: Tensor | None,
 ) -> Tensor:
-    """Table rows of one Engram layer (`layer` counts Engram layers): int64 [T, G].
+    """The table rows int64 [T, G] that each token reads in one Engram layer; `layer` counts only Engram layers.
 
-    tokens int64 [b + T], masked bool [b + T] (image positions): of the b tokens before those asked for, then of these;
-    document_start int64 [T], relative to the first token asked for. A look-back that leaves the document or meets a
-    masked position uses the pad token's compressed id, and so do all look-backs beyond it. int64 arithmetic wraps.
+    tokens int64 [b + T] and masked bool [b + T] (image positions) begin with b earlier tokens, for which no rows are
+    computed; document_start int64 [T] is relative to the first of the T tokens. An n-gram that would reach beyond the
+    start of the document or to a masked position uses the compressed id of the pad token there and at all positions
+    before it. int64 arithmetic wraps around.
     """
     before = tokens.shape[0] - document_start.shape[0]
     index = torch.arange(document_start.shape[0], device=tokens.device)
@@ -162,7 +167,7 @@ def _constants(primes: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Const
 
 
 class Engram(nn.Module):
-    """One Engram layer: table, projection to n keys and a value, per-stream gate."""
+    """One Engram layer: a table, a projection to n keys and one value, and a gate for each residual stream."""
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
@@ -170,14 +175,18 @@ class Engram(nn.Module):
         self.n, self.eps = n, config.rms_norm_eps
         self.number = config.engram_layer_ids.index(layer)
         self.tables = engram_tables(config)
-        rows = (config.engram_num_embeddings or self.tables.rows)[self.number]  # files may hold a few spare rows
+        rows = (config.engram_num_embeddings or self.tables.rows)[
+            self.number
+        ]  # checkpoint files may have a few more rows than needed
         self.embed = Table(rows, config.engram_head_dim, ranks)
         self.wkv = nn.Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))
 
     def forward(self, streams: Tensor, lookup: Lookup, layout: SequenceLayout) -> Tensor:
-        """streams [T, n, d], the table's rows `hash_ids` [T, G] -> streams with the gated value added."""
+        """Add the gated value to the residual streams [T, n, d], given the looked-up table rows `lookup`; returns the
+        new streams.
+        """
         memory = self.wkv(lookup.rows().flatten(1)).unflatten(-1, (self.n + 1, -1))
         weight = (self.q_weight * self.k_weight).float()
         if in_triton(streams):
@@ -195,8 +204,8 @@ class Engram(nn.Module):
 
 
 def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Tensor, layout: SequenceLayout) -> Tensor:
-    """Rows of Engram layer `layer` (a backbone layer id) for the layout's tokens; input_ids int64 [b + T], with the b
-    tokens before a chunk in front (see `flatten_with_lookback`).
+    """The table rows that the tokens of the layout read in the Engram of backbone layer `layer`. input_ids int64 [b +
+    T] begins with b earlier tokens (see `flatten_with_lookback`).
     """
     number = config.engram_layer_ids.index(layer)
     return hash_ids(
@@ -211,21 +220,25 @@ def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Te
 
 
 def whole_token_map(config: TextConfig, token_map: Tensor) -> Tensor:
-    """int64 [vocab_size]: the map, with the pad token's compressed id for ids that the tokenizer does not have.
+    """The token map extended to int64 [vocab_size]: token ids that the tokenizer does not have get the compressed id of
+    the pad token.
 
-    A vocabulary is padded to a round size; the extra ids have no text, but a model with random weights can draw them.
+    The vocabulary of a model is padded to a round size. The extra ids have no text, but a model with random weights can
+    generate them.
     """
     missing = config.vocab_size - len(token_map)
     return token_map if missing <= 0 else torch.cat([token_map, token_map[config.engram_pad_token_id].expand(missing)])
 
 
 def check_token_map(config: TextConfig, token_map: Tensor | None) -> None:
-    """Raise ValueError unless the map fits an Engram model of this configuration."""
+    """Raise ValueError if the model has Engram layers and the token map is missing or does not fit the
+    configuration.
+    """
     if not config.engram_layer_ids:
         return
     if token_map is None:
         raise ValueError(
-            "this configuration has Engram layers: a token map is needed (model.engram.build_token_map(tokenizer))"
+            "a model with Engram layers needs a token map; make one by model.engram.build_token_map(tokenizer)"
         )
     if token_map.dtype != torch.int64 or token_map.dim() != 1:
         raise ValueError(f"the Engram token map must be int64 [tokens], got {token_map.dtype} {list(token_map.shape)}")

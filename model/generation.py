@@ -1,14 +1,16 @@
-"""Generation with the packed cache: batched prefill and decoding of unequal prompts, sampling, recorded routing.
+"""Text generation with the packed cache: batched prefill and decoding of prompts of unequal length, sampling, and
+recording of the expert routing.
 
     samples = generate(model, [Request(prompt=(5, 9, 2), max_tokens=64, seed=1)])
 
 `Generator` does the same incrementally: requests can be submitted at any time, each `step` gives every running sequence
-one token, and `state_dict` stops it at any token. A sequence's draws depend only on its seed and position, not on the
-rest of the batch (whose size may still change log-probabilities by the rounding of fp32 products).
+one token, and `state_dict` saves it after any token. The random numbers of a sequence depend only on its seed and
+position, not on the rest of the batch (although the batch size may change log-probabilities through the rounding of
+fp32 products).
 
-With a drafter, a step gives every sequence one to B + 1 tokens (speculative decoding): the drafter proposes up to B,
-the model runs over all of them at once, and `verify` decides which are kept, so that greedy samples are the same and
-drawn ones have the same distribution. Rejected tokens leave no trace in the cache.
+With a drafter (speculative decoding), a step gives every sequence one to B + 1 tokens: the drafter proposes up to B
+tokens, the model processes all of them at once, and `verify` decides which are kept. Greedy samples are the same as
+without a drafter, and random samples have the same distribution. Rejected tokens are removed from the cache.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from model.sampling import DRAFTED, draw, uniform, verify
 
 @dataclass(frozen=True)
 class Request:
-    """What to continue, and how. temperature 0 takes the most likely token; top_p keeps the most likely tokens whose
-    probabilities together reach it; a token of `stop` ends the sample and is its last token. images: `pixel_values`,
-    `image_grid_hws` and `vision_token_types` (int64 [len(prompt)]) of a prompt with images, as in a batch.
+    """A prompt to continue, with the sampling settings. temperature: 0 takes the most likely token (greedy). top_p:
+    sampling uses only the most likely tokens whose total probability reaches it. stop: a token of this set ends the
+    sample and is its last token. images: `pixel_values`, `image_grid_hws` and `vision_token_types` (int64
+    [len(prompt)]) of a prompt with images, in the format of a batch.
     """
 
     prompt: tuple[int, ...]
@@ -47,15 +50,15 @@ class Request:
 
 @dataclass
 class Sample:
-    """A continuation, token by token.
+    """The tokens generated for one request, and information about each of them.
 
-    log_probs: of each token under the distribution it was drawn from, temperature and top_p included (greedy: under
-    temperature 1). routing int16 [len(prompt) + len(tokens) - 1, layers, k]: the experts chosen at every position that
-    the model has seen (None unless recorded), -1 where a bounded replay left positions out. replay_start: with prefix
-    reuse, the position from which the tokens were passed (0 = all); training on the sample simulates it with a batch's
-    `replay_start`. versions: of the policy that drew each token. accepted: with a drafter, how many of its tokens each
-    pass over drafts took over (a pass adds one token more; the first token comes from the prompt). finish: "stop",
-    "length", or None while it runs. id: what `submit` returned.
+    log_probs: the log-probability of each token under the distribution that it was drawn from, with temperature and
+    top_p applied (for greedy sampling, with temperature 1). routing int16 [len(prompt) + len(tokens) - 1, layers, k]:
+    the experts chosen at every position that the model has processed (None unless recorded), -1 where bounded replay
+    skipped positions. replay_start: the first position that was processed after a cached prefix was reused (0: all
+    positions); training on the sample passes it as `replay_start` of the batch. versions: the policy version that drew
+    each token. accepted: with a drafter, the number of drafts accepted in each step; each step adds one more token from
+    the model. finish: "stop" or "length", or None while the sample is unfinished. id: the return value of `submit`.
     """
 
     request: Request
@@ -71,9 +74,9 @@ class Sample:
 
 @dataclass
 class _Running:
-    """An unfinished sample: its cache row (None while it waits), the routing so far, and, for a prompt with images, its
-    embeddings [len(prompt), d] until it is prefilled. followers: samples with the same prompt, which continue from its
-    prefill.
+    """An unfinished sample: its cache row (None while it waits), the routing recorded so far, and, for a prompt with
+    images, the embeddings [len(prompt), d] until the prompt is prefilled. followers: samples with the same prompt,
+    which start from a copy of this sample's prefilled cache row.
     """
 
     sample: Sample
@@ -83,29 +86,30 @@ class _Running:
     followers: list[_Running] = field(default_factory=list)
 
     def ahead(self, passed: int) -> list[int]:
-        """Tokens that the model has not seen yet, when it has seen `passed`."""
+        """The tokens of prompt and sample that the model has not processed yet, if it has processed `passed` tokens."""
         prompt = self.sample.request.prompt
         return [*prompt[passed:], *self.sample.tokens[max(0, passed - len(prompt)) :]]
 
     def image_flags(self, passed: int, count: int) -> list[bool]:
-        """Which of the next tokens belong to images."""
+        """For each of the next `count` tokens, whether it belongs to an image."""
         images = self.sample.request.images
         flags = [] if images is None else (images["vision_token_types"][passed : passed + count] >= 0).tolist()
         return flags + [False] * (count - len(flags))
 
 
 class Generator:
-    """Continuous batching over one cache.
+    """Generates samples for many requests with continuous batching over one cache.
 
-    max_running: sequences that run at once; others wait in order. prefill_tokens: prompt tokens of one pass; longer
-    prompts are prefilled in chunks. record_routing: fill `Sample.routing`. prefix_tokens: keep the main KV and index
-    keys of so many tokens for prompts (without images) with the same beginning; a hit is followed by bounded replay,
-    which is an approximation, so samples then depend on what was kept. The policy may change between steps: set
-    `version`, which later tokens carry (kept prefixes are then dropped). drafter: proposes tokens, see above;
-    min_confidence: it proposes only as many as its confidence head expects to be accepted all together with at least
-    this probability (0: always all).
+    max_running: the number of sequences that run at once; other requests wait in order. prefill_tokens: the number of
+    prompt tokens in one forward pass; longer prompts are prefilled in chunks. record_routing: whether to fill
+    `Sample.routing`. prefix_tokens: the number of tokens whose main KV and index keys are kept for later prompts
+    (without images) with the same beginning. A reused prefix is followed by bounded replay, which is an approximation,
+    so samples then depend on the kept prefixes. version: the version of the policy, which is recorded for each token
+    and can be changed between steps; a change drops the kept prefixes. drafter: proposes tokens for speculative
+    decoding. min_confidence: only as many drafts are proposed as will all be accepted with at least this probability,
+    according to the confidence head (0: all drafts).
 
-    With `runtime.decoder_replay` the decoder runs over the last `sliding_window` tokens of each prompt only.
+    With `runtime.decoder_replay`, decoder layers process only the last `sliding_window` tokens of each prompt.
     """
 
     def __init__(
@@ -126,7 +130,7 @@ class Generator:
         if not 0 <= min_confidence < 1:
             raise ValueError(f"min_confidence: is {min_confidence}, must be a probability below 1")
         if drafter is not None and drafter.backbone is not model:
-            raise ValueError("drafter: belongs to another model; load it by load_drafter(folder, model)")
+            raise ValueError("drafter: belongs to another model; load the drafter by load_drafter(folder, model)")
         self.model, self._version, self.record_routing = model, version, record_routing
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.drafter, self.min_confidence = drafter, min_confidence
@@ -139,7 +143,7 @@ class Generator:
 
     @property
     def version(self) -> int:
-        """Version of the policy, which later tokens carry."""
+        """The version of the policy, which is recorded in `Sample.versions` for each token drawn from now on."""
         return self._version
 
     @version.setter
@@ -150,11 +154,11 @@ class Generator:
 
     @property
     def in_flight(self) -> int:
-        """Number of unfinished requests."""
+        """The number of unfinished requests."""
         return len(self.waiting) + len(self.running)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; returns the id that its sample will carry. Raises ValueError for one that cannot be run."""
+        """Add a request to the queue and return the id of its sample. Raises ValueError if the request is invalid."""
         _check(request, self.model)
         self.waiting.append(_Running(Sample(request, id=self.next_id)))
         self.next_id += 1
@@ -162,8 +166,8 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
-        """Give every running sequence one token, with a drafter one or more; new sequences are prefilled first. Returns
-        the finished samples.
+        """Generate one token for every running sequence (with a drafter one or more), and prefill waiting requests that
+        can start now. Returns the samples that are finished.
         """
         decode = list(self.running)
         pending = self._admit_waiting()
@@ -181,7 +185,9 @@ class Generator:
         return [self._finished(r) for r in done]
 
     def _admit_waiting(self) -> list[_Running]:
-        """Start as many waiting requests as may run; returns those to prefill, one for each distinct prompt."""
+        """Start waiting requests up to `max_running` sequences. Returns the started requests that must be prefilled,
+        one for each distinct prompt.
+        """
         first: dict[tuple[int, ...], _Running] = {}
         while self.waiting and len(self.running) < self.max_running:
             running = self.waiting.popleft()
@@ -195,13 +201,13 @@ class Generator:
         return [running for running in self.running if running.row is not None and not running.sample.tokens]
 
     def _follow(self, leader: _Running) -> None:
-        """Let the samples with the prompt that was just prefilled continue from there."""
+        """Give every follower of a prefilled sample a copy of its cache row."""
         for running in leader.followers:
             running.row = self.cache.copy_of_row(leader.row)
             running.routing, running.sample.replay_start = list(leader.routing), leader.sample.replay_start
 
     def _admit(self, running: _Running) -> None:
-        """Give a request its row, and what is already cached of its prompt."""
+        """Open a cache row for a request, with the cached prefix of its prompt if there is one."""
         model, sample = self.model, running.sample
         prompt, images = sample.request.prompt, sample.request.images
         running.row = self.cache.open()
@@ -224,7 +230,9 @@ class Generator:
         return running.ahead(self._passed(running))
 
     def _prefill(self, pending: list[_Running]) -> list[_Running]:
-        """One pass over the next prompt tokens of the first sequences; returns those that still have some ahead."""
+        """Run one forward pass over the next prompt tokens of the first pending sequences. Returns the sequences whose
+        prompts are not complete yet.
+        """
         budget, parts, batch = self.prefill_tokens, [], []
         for running in pending:
             part = self._ahead(running)[:budget]
@@ -247,8 +255,8 @@ class Generator:
         return [running for running in pending if not running.sample.tokens]
 
     def _pass(self, batch: list[_Running], parts: list[list[int]]) -> dict[int, Tensor]:
-        """Run the model over the next tokens of each sequence; by row, the hidden state [d] of its last token, except
-        for rows that the decoder skips.
+        """Run the model on the next tokens of each sequence. Returns, by cache row, the hidden state [d] of the last
+        token; rows whose tokens the decoder layers skip are missing.
         """
         whole = self._step(batch, parts)
         hidden, step, routing = self._run(batch, whole)
@@ -265,8 +273,9 @@ class Generator:
         return Step.after(self.cache, [r.row for r in batch], parts, flags, tentative)
 
     def _run(self, batch: list[_Running], whole: Step) -> tuple[Tensor | None, Step | None, Sequence[Tensor]]:
-        """All layers over a step's tokens: hidden states [T', d] of the decoder's part of it, which is returned too
-        (None: nothing), and, if it is recorded, the routing of each sequence.
+        """Run all layers on the tokens of a step. Returns the hidden states [T', d] of the tokens that decoder layers
+        process, the step of these tokens (both None if there are none), and the routing of each sequence if it is
+        recorded.
         """
         model, text, drafter, step = self.model, self.model.config.text, self.drafter, whole
         targets = () if drafter is None else text.dspark_target_layer_ids
@@ -298,9 +307,13 @@ class Generator:
         return None if step is None else model.final_hidden(state), step, routing
 
     def _speculate(self, batch: list[_Running]) -> None:
-        """Draft, run over the drafts, keep what `verify` accepts and one more token."""
+        """Run one step of speculative decoding: propose drafts, run the model on them, and keep the drafts that
+        `verify` accepts and one more token.
+        """
         requests = [running.sample.request for running in batch]
-        places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]  # of the next tokens
+        places = [
+            len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch
+        ]  # the positions of the next tokens
         drafted = self._draft(batch, places)
         counts = self._counts(batch, drafted)
         tokens = drafted.tokens.tolist()
@@ -328,8 +341,8 @@ class Generator:
             running.routing.append(part[:count])
 
     def _counts(self, batch: list[_Running], drafted: Draft) -> list[int]:
-        """How many of the drafts of each are passed over: never more tokens than are still asked for, or than the
-        window holds; and as many as are likely to be accepted together.
+        """The number of drafts of each sequence that the model processes: as many as are likely to be accepted
+        together, but no more tokens than the request still allows or than fit in the window.
         """
         most = min(self.drafter.block_size, self.model.config.text.sliding_window - 1)
         left = torch.tensor([r.sample.request.max_tokens - len(r.sample.tokens) - 1 for r in batch])
@@ -337,7 +350,7 @@ class Generator:
         return likely.cumprod(1).sum(1).cpu().minimum(left).clamp(max=most).tolist()
 
     def _draft(self, batch: list[_Running], places: list[int]) -> Draft:
-        """Proposals for the tokens behind the last of each sequence."""
+        """Let the drafter propose the tokens after the last token of each sequence."""
         requests = [running.sample.request for running in batch]
         temperature = torch.tensor([r.temperature for r in requests])
         top_p = torch.tensor([r.top_p for r in requests])
@@ -353,7 +366,7 @@ class Generator:
         return self.cache.sequence(running.row).length
 
     def _embed(self, batch: list[_Running], step: Step) -> Tensor:
-        """[T, d], with the images of the prompts in it."""
+        """The embeddings [T, d] of the step's tokens, including image features in the prompts."""
         x = self.model.embed(step.ids)
         for running, span, start in zip(batch, step.spans, step.start.tolist(), strict=True):
             images = running.sample.request.images
@@ -374,7 +387,7 @@ class Generator:
         return self.model.embed_batch(ids[0], layout, **images)
 
     def _draw(self, batch: list[_Running], hidden: dict[int, Tensor]) -> None:
-        """Draw each one's next token from its row's hidden state [d]."""
+        """Draw the next token of each sequence from the hidden state [d] of its cache row."""
         requests = [r.sample.request for r in batch]
         places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]
         tokens, log_probs = draw(
@@ -387,7 +400,7 @@ class Generator:
             self._take(running.sample, [token], [log_prob])
 
     def _take(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> int:
-        """Add tokens up to the sample's end; returns how many."""
+        """Append tokens to a sample until it is finished; returns the number of tokens appended."""
         for number, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
             sample.tokens.append(token)
             sample.log_probs.append(log_prob)
@@ -406,7 +419,7 @@ class Generator:
         return running.sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue from this token: tensors and plain containers."""
+        """The state needed to continue the generation later, as tensors, lists and dictionaries."""
         return {
             "cache": self.cache.state_dict(),
             "version": self.version,
@@ -417,11 +430,11 @@ class Generator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` of a generator over the same configuration. Raises ValueError if one of the two
-        has a drafter and the other has none: what it reads is in the cache.
+        """Restore the state of a generator with the same configuration. Raises ValueError if only one of the two
+        generators has a drafter, because the cache contains the drafter's context keys.
         """
         if state.get("drafts", False) != (self.drafter is not None):
-            raise ValueError("the generation was stopped with a drafter and goes on without, or the reverse")
+            raise ValueError("the saved generation used a drafter and this generator has none, or the reverse")
         self.cache.load_state_dict(state["cache"])
         self._version, self.next_id = state["version"], state["next_id"]
         self.running = [_unpacked(r) for r in state["running"]]
@@ -429,7 +442,9 @@ class Generator:
 
 
 def generate(model: DeepseekV41, requests: Iterable[Request], **options: Any) -> list[Sample]:
-    """Run the requests to completion; samples in the same order. `options` are those of `Generator`."""
+    """Generate the samples of all requests, and return them in the order of the requests. `options` are arguments of
+    `Generator`.
+    """
     generator = Generator(model, **options)
     ids = [generator.submit(request) for request in requests]
     found: dict[int, Sample] = {}
@@ -445,7 +460,7 @@ def _check(request: Request, model: DeepseekV41) -> None:
     for name in ("prompt", "stop"):
         wrong = [t for t in getattr(request, name) if not 0 <= t < vocabulary]
         if wrong:
-            problems.append(f"{name}: holds {wrong[0]}, allowed are 0..{vocabulary - 1}")
+            problems.append(f"{name}: contains {wrong[0]}; allowed are 0..{vocabulary - 1}")
     if request.max_tokens < 1:
         problems.append(f"max_tokens: is {request.max_tokens}, must be at least 1")
     if not 0 <= request.temperature < float("inf"):
@@ -455,7 +470,7 @@ def _check(request: Request, model: DeepseekV41) -> None:
     if request.images is not None:
         wanted = {"pixel_values", "image_grid_hws", "vision_token_types"}
         if model.config.vision is None:
-            problems.append("images: this model's configuration has no vision_config, prompts can only be text")
+            problems.append("images: this model's configuration has no vision_config, so prompts cannot have images")
         if set(request.images) != wanted:
             problems.append(f"images: has {sorted(request.images)}, must have {sorted(wanted)}")
         elif tuple(request.images["vision_token_types"].shape) != (len(request.prompt),):
@@ -480,6 +495,6 @@ def _unpacked(state: dict[str, Any]) -> _Running:
     plain = dict(state["request"])
     request = Request(**{**plain, "prompt": tuple(plain["prompt"]), "stop": frozenset(plain["stop"])})
     kept: dict[str, Any] = {name: list(state[name]) for name in ("tokens", "log_probs", "versions")}
-    kept["accepted"] = list(state.get("accepted", []))  # none before there were drafters
+    kept["accepted"] = list(state.get("accepted", []))  # missing in states saved before there were drafters
     kept |= {name: state[name] for name in ("id", "replay_start")}
     return _Running(Sample(request, **kept), state["row"], list(state["routing"]))

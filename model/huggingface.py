@@ -1,12 +1,14 @@
-"""The model as a transformers model: `AutoModelForCausalLM.from_pretrained(folder)` once this module is imported.
+"""The model as a transformers model. After this module is imported, `AutoModelForCausalLM.from_pretrained(folder)`
+works.
 
     import model.huggingface
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
-Weights are read and written by `model/checkpoint`, so folders are in the released layout and names: plain, bf16 or
-quantised. Under `Trainer` and TRL's trainers the whole method trains (`training_losses="full"`): see
-`DeepseekV41ForCausalLM.training_losses`. Only this file and huggingface_speculation.py import transformers.
+Weights are read and written by `model/checkpoint`, so checkpoint folders have the released layout and names, and can be
+plain, bf16 or quantised. `Trainer` and TRL's trainers train all parts of the model, including indexers and router
+biases (`training_losses="full"`), see `DeepseekV41ForCausalLM.training_losses`. Only this file and
+huggingface_speculation.py import transformers.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ from model.huggingface_speculation import continued, hindrances
 from model.layout import SequenceLayout
 from model.training_losses import count_denominators, training_losses
 
-PREFILL_TOKENS = 4096  # prompt tokens of one pass
+PREFILL_TOKENS = 4096  # number of prompt tokens in one forward pass
 _OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}
 _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
 
 
 class _Section(PreTrainedConfig):
-    """`text_config` or `vision_config`: the released keys as attributes, written back as they are."""
+    """A section `text_config` or `vision_config`: its attributes are the released keys, which are written back
+    unchanged.
+    """
 
-    rope_scaling = None  # the released key, in the place of the base class's alias for another one
+    rope_scaling = None  # the released key; in the base class this name is an alias of another key
 
     def __init__(self, **released: Any):
         PreTrainedConfig.__init__(self)
@@ -81,7 +85,8 @@ class DeepseekV41VisionConfig(_Section):
 
 
 class DeepseekV41Config(PreTrainedConfig):
-    """config.json with the released keys. `ModelConfig` checks them; its ValueError lists every problem.
+    """The transformers configuration with the released keys of config.json. `ModelConfig` validates them and raises
+    ValueError that lists every problem.
 
     `text_config` and `vision_config` hold the released keys as attributes; `to_model_config` returns the `ModelConfig`
     that the model is built from. Keys that neither the release nor transformers defines are kept and written back.
@@ -121,8 +126,8 @@ class DeepseekV41Config(PreTrainedConfig):
 
 @dataclass
 class DeepseekV41Output(ModelOutput):
-    """loss: 0-d. logits: fp32 [B, S or logits_to_keep, V]. hidden_states: the streams [B, S, n, d] that enter each
-    block.
+    """The output of the model. loss: 0-d. logits: fp32 [B, S or logits_to_keep, V]. hidden_states: the residual streams
+    [B, S, n, d] that enter each block.
     """
 
     loss: Tensor | None = None
@@ -132,30 +137,33 @@ class DeepseekV41Output(ModelOutput):
 
 @dataclass
 class DeepseekV41HiddenStates(ModelOutput):
-    """last_hidden_state [B, S, d]: the output of the final norm, which the head takes as input."""
+    """The output without the head: last_hidden_state [B, S, d] is the output of the final norm, which the head takes as
+    input.
+    """
 
     last_hidden_state: Tensor | None = None
 
 
 class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
-    """The V4.1 model behind transformers' interface; the attribute `model` is the wrapped `DeepseekV41`.
+    """The V4.1 model with the interface of transformers; its attribute `model` is the wrapped `DeepseekV41`.
 
     A model with Engram layers needs its tokenizer, because Engram maps token ids with the same normalised text to one
     id. `from_pretrained` finds the tokenizer in the folder; a new model is given it as an argument.
 
     Attributes:
-        training_losses: what is trained in training mode. "full": besides the trainer's own loss also the indexers'
-            loss and the balance loss (weights: `model.loss_weights`). After every step of an optimizer that holds the
-            model's parameters, the router biases are adjusted by the expert load of the whole step, over all processes.
-            "lm": only the trainer's own loss; indexers and router biases do not change.
-        router_bias_rate: how far a router bias moves in one step.
+        training_losses: the losses in training mode. "full": the indexer loss and the balance loss are added to the
+            trainer's own loss (their weights are in `model.loss_weights`), and router biases are updated. After every
+            step of an optimizer that holds the model's parameters, the router biases are adjusted by the expert load of
+            the whole step, over all processes. "lm": only the trainer's own loss is used, and indexers and router
+            biases do not change.
+        router_bias_rate: the size of the change of a router bias in one step.
         drafter: the drafter of the folder, or None. It belongs to no trainer: its weights are not among the model's
             parameters, and stay. `generate` decodes with it, see `prepare_inputs_for_generation`.
 
-    The added losses are means over a micro-batch. With labels, they are weighted by the micro-batch's share of the
-    step's targets (`num_items_in_batch`), so that micro-batches and processes add up. Without labels (trainers that
-    compute their loss from logits or hidden states), the added losses enter the gradient but not the reported loss, and
-    are divided by the number of forward passes of the previous step.
+    The added losses are means over a micro-batch. If labels are given, they are weighted by the micro-batch's fraction
+    of the step's targets (`num_items_in_batch`), so that the losses of micro-batches and processes add up. If no labels
+    are given (trainers that compute their loss from logits or hidden states), the added losses change the gradient but
+    not the reported loss, and are divided by the number of forward passes in the previous step.
     """
 
     config_class = DeepseekV41Config
@@ -181,9 +189,11 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self._drafter = (drafter,)  # in a tuple: not a submodule
         self.training_losses: Literal["full", "lm"] = "full"
         self.router_bias_rate = 1e-3
-        self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens of each expert since the last step
+        self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens routed to each expert since the last step
         self._passes, self._passes_of_step = 0, 1  # forward passes since the last step, and in the last step
-        self.companions: dict[str, bytes] = {}  # small files (tokenizer etc.) of the loaded folder, saved again
+        self.companions: dict[
+            str, bytes
+        ] = {}  # small files (tokenizer etc.) of the loaded folder, which are saved again
         if tokenizer is not None:
             backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
             self.companions["tokenizer.json"] = backend.to_str(pretty=True).encode()
@@ -191,14 +201,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_weights(self) -> None:
-        """Nothing to do: the model comes with its weights."""
+        """Does nothing, because the model's weights are already initialised or loaded."""
 
     @property
     def drafter(self) -> Drafter | None:
         return self._drafter[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> DeepseekV41ForCausalLM:
-        """Move or cast the model, and with it the drafter."""
+        """Move or cast the model and its drafter."""
         if self.drafter is not None:
             self.drafter._apply(fn, recurse)
         return super()._apply(fn, recurse)
@@ -219,13 +229,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         drafter: bool = True,
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
-        """A model in evaluation mode from a folder in the released layout, or from the hub.
+        """Load a model in evaluation mode from a folder in the released layout, or from the hub.
 
-        dtype: dtype of the matrices; None or "auto" keeps the folder's (quantised weights become bf16). device_map:
-        one device, also written as {"": device} or "auto". training_losses: see the class. drafter: False leaves out
-        the drafter of a folder that has one. config: used in place of the
-        folder's, which must describe the same model (else ValueError). Also raises what `model.load_pretrained` raises,
-        and TypeError for an option that this model does not support.
+        dtype: the dtype of the matrices; None or "auto" keeps the dtype of the folder (quantised weights become bf16).
+        device_map: one device, {"": device} or "auto". training_losses: see the class. drafter: whether to load the
+        drafter if the folder has one. config: a configuration to use instead of the folder's config.json; raises
+        ValueError if it describes another model. Also raises the errors of `model.load_pretrained`, and TypeError for
+        an option that this model does not support.
         """
         folder = _local(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
@@ -259,9 +269,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """Write a folder in the released layout: weights (the drafter's too), config.json, and the small files of the
         folder that the model was loaded from.
 
-        format="released" quantises the weights as in the released checkpoint. Other files that are already in the
-        folder stay, also those of a tokenizer. New weights are moved into the folder only when all are written. Raises
-        ValueError for an option that this model does not support, and for a model that holds an adapter.
+        format="released" quantises the weights as in the released checkpoint. Other files in the folder, such as those
+        of a tokenizer, are kept. The new weights are moved into the folder only after all of them have been written.
+        Raises ValueError for an option that this model does not support, and for a model with an adapter.
         """
         if push_to_hub or variant:
             raise ValueError("save_pretrained: push_to_hub and variant are not supported for this model")
@@ -305,13 +315,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         **others: Any,
     ) -> DeepseekV41Output | tuple:
-        """Inputs as for `DeepseekV41.forward`; padding may be on the left or on the right.
+        """Run the model. The arguments are as in `DeepseekV41.forward`; padding may be on the left or on the right.
 
         labels int64 [B, S] are not shifted; -100 is ignored. The loss is the mean over targets, or, with
         `num_items_in_batch` (the number of targets in all micro-batches of a step), the sum over targets divided by it,
-        so that micro-batches add up. In training mode, `training_losses` may add further losses. position_ids that
-        restart at 0 within a row mark packed documents. decoding: the cache of a `generate` call, see `Decoding`.
-        use_cache has no effect: a forward pass over whole sequences keeps no cache.
+        so that the losses of micro-batches add up. In training mode, `training_losses` may add further losses.
+        position_ids that restart at 0 within a row mark packed documents. decoding: the cache of a `generate` call, see
+        `Decoding`. use_cache has no effect: a forward pass over whole sequences keeps no cache.
         """
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
@@ -342,13 +352,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     # Training
 
     def _trains_fully(self) -> bool:
-        """Whether this pass trains with `training_losses="full"`. Raises ValueError under a trainer whose settings this
-        model would silently ignore (NEFTune noise) or cannot train with in full (DeepSpeed, FSDP).
+        """Whether this forward pass adds the losses of `training_losses="full"`. Raises ValueError for trainer settings
+        that this model would silently ignore (NEFTune noise) or that "full" does not support (DeepSpeed, FSDP).
         """
         if not (self.training and torch.is_grad_enabled()):
             return False
         if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
-            raise ValueError("neftune_noise_alpha: not supported: no noise is added to this model's embeddings")
+            raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
         if self.training_losses == "lm":
             return False
         if deepspeed.deepspeed_config() is not None or any(type(p).__name__ == "DTensor" for p in self.parameters()):
@@ -368,7 +378,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int,
         keep_streams: bool,
     ) -> DeepseekV41Output:
-        """Logits and, with labels, the loss including the losses that `training_losses` adds."""
+        """The logits and, if labels are given, the loss including the losses that `training_losses` adds."""
         layout, trace, added = self._pass(batch, images, labels, keep_streams)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if keep_streams else None
         logits = self.model.head(trace.hidden)
@@ -386,8 +396,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     def _pass(
         self, batch: dict[str, Any], images: dict[str, Any], labels: Tensor | None, keep_streams: bool = False
     ) -> tuple[SequenceLayout, BackboneOutput, Tensor]:
-        """One training forward: the layout, the backbone's output, and the 0-d weighted sum of the added losses.
-        Indexers learn from the supervised tokens, or from all tokens if there are no labels.
+        """Run one forward pass in training mode. Returns the layout, the backbone's output, and the 0-d weighted sum of
+        the added losses. Indexers are trained on the supervised tokens, or on all tokens if there are no labels.
         """
         model, types = self.model, batch["vision_token_types"]
         layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
@@ -414,8 +424,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        """After an optimizer step: lower the biases of overloaded experts and raise the others, in layers whose router
-        is trained. All processes must call it together.
+        """Update the router biases after an optimizer step: the biases of overloaded experts are lowered and the others
+        raised, in layers whose router is trained. All processes must call this method together.
         """
         load, self._load = self._load, None
         self._passes, self._passes_of_step = 0, max(1, self._passes)
@@ -443,11 +453,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """The arguments of the next forward pass. They always hold the whole sequences: `decoding` knows which tokens
-        are new; without `decoding` every step passes all tokens again. Only text is generated.
+        """The arguments of the next forward pass in `generate`. They always contain the whole sequences; `decoding`
+        determines which tokens are new, and without `decoding` every step processes all tokens again. Only text prompts
+        are supported.
 
-        use_drafter, an argument of `generate`, is read by `_sample`: True demands the drafter, False does without, None
-        uses it where it can serve.
+        use_drafter is an argument of `generate` that `_sample` reads: True requires the drafter, False does not use it,
+        and None uses it if the other arguments allow it.
         """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]
@@ -476,13 +487,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **inputs: Any,
     ) -> Any:
-        """The loop of `generate` for greedy and sampled tokens: with the drafter where one can serve, else
-        transformers'. Raises ValueError if `use_drafter` is True and it cannot, saying why.
+        """The decoding loop of `generate` for greedy decoding and sampling. It uses the drafter if the arguments allow
+        it, otherwise the loop of transformers. Raises ValueError with the reason if `use_drafter` is True and the
+        drafter cannot be used.
         """
         against = hindrances(logits_processor, stopping_criteria, generation_config, streamer, inputs)
         if use_drafter and (against or self.drafter is None):
             why = f"cannot draft under {', '.join(against)}" if self.drafter is not None else "there is no drafter"
-            raise ValueError(f"use_drafter=True: {why}; leave it out to decode without one")
+            raise ValueError(f"use_drafter=True: {why}; leave out use_drafter to decode without a drafter")
         if use_drafter is False or against or self.drafter is None:
             rest = dict(synced_gpus=synced_gpus, streamer=streamer, **inputs)
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **rest)  # type: ignore
@@ -508,9 +520,11 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = value
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
-        """The embedding, unchanged. Raises ValueError if `new_num_tokens` differs from the size of the vocabulary."""
+        """Return the embedding unchanged. Raises ValueError if `new_num_tokens` differs from the vocabulary size."""
         if new_num_tokens not in (None, self.config.text_config.vocab_size):
-            raise ValueError("the vocabulary of this model cannot be resized; Engram tables and head belong to it")
+            raise ValueError(
+                "the vocabulary of this model cannot be resized, because Engram tables and head depend on it"
+            )
         return self.model.embed
 
     @property
@@ -524,8 +538,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class Backbone:
-    """A `DeepseekV41ForCausalLM` without its head: calling it returns hidden states. All other attributes are those of
-    the wrapped `DeepseekV41`.
+    """A `DeepseekV41ForCausalLM` without its head, whose call returns hidden states. All its other attributes are those
+    of the wrapped `DeepseekV41`.
     """
 
     def __init__(self, owner: DeepseekV41ForCausalLM):
@@ -545,7 +559,9 @@ class Backbone:
         vision_token_types: Tensor | None = None,
         **others: Any,
     ) -> DeepseekV41HiddenStates:
-        """Inputs as for `DeepseekV41ForCausalLM.forward`. In training mode the added losses enter the gradient."""
+        """Return the hidden states. The arguments are as in `DeepseekV41ForCausalLM.forward`; in training mode the
+        gradient includes the added losses.
+        """
         owner, model = self._owner, self._owner.model
         batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
@@ -560,7 +576,9 @@ class Backbone:
 
 
 class _AddToGradient(torch.autograd.Function):
-    """Returns `passed` unchanged; in the backward `added` gets a gradient of one, as if it were part of the loss."""
+    """Returns `passed` unchanged; in the backward pass `added` gets a gradient of one, as if it were a term of the
+    loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, added: Tensor) -> Tensor:
@@ -572,11 +590,15 @@ class _AddToGradient(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
-_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = weakref.WeakSet()  # models that have run a training forward
+_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = (
+    weakref.WeakSet()
+)  # models that have run a forward pass in training mode
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Runs after the step of any optimizer, because a model cannot register a callback with transformers' trainers."""
+    """A hook that runs after the step of any optimizer, because a model cannot register a callback with transformers'
+    trainers.
+    """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in list(_TRAINED):
         if any(id(p) in held for p in model.parameters()):
@@ -587,9 +609,10 @@ register_optimizer_step_post_hook(_after_any_step)
 
 
 class Decoding:
-    """The packed cache of the sequences of one `generate` call, and the token ids of each sequence that it holds.
+    """The packed cache of one `generate` call, and the token ids of each cached sequence.
 
-    If the past of a sequence has changed since the last call (beam search replaced it), the cache is rebuilt.
+    If earlier tokens of a sequence have changed since the last call (because beam search replaced the sequence), the
+    cache is rebuilt.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -600,8 +623,8 @@ class Decoding:
 
     @torch.no_grad()
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Logits fp32 [B, 1, V] for the token after each row of input_ids [B, S]. Raises ValueError for a token id
-        outside the vocabulary and for a row that is all padding.
+        """The logits fp32 [B, 1, V] of the token after each row of input_ids [B, S]. Raises ValueError for a token id
+        outside the vocabulary and for a row with only padding.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
@@ -644,7 +667,7 @@ class Decoding:
         return model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
 
 
-# Options that transformers passes along and that have no effect on this model.
+# Options that transformers passes and that have no effect on this model.
 _IGNORED = {
     "_from_auto",
     "adapter_kwargs",
@@ -660,8 +683,8 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolde
 
 
 def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
-    """The folder of a checkpoint, downloaded from the hub if there is no folder of that name. Removes the hub's options
-    from `options`.
+    """The local folder of a checkpoint, which is downloaded from the hub if there is no folder with this name. The
+    options of the hub are removed from `options`.
     """
     hub = {key: options.pop(key) for key in _HUB if key in options}
     options = {key: value for key, value in hub.items() if value not in (None, "")}
@@ -674,12 +697,12 @@ def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
 
 
 def _bytes(size: int | str) -> int:
-    """A number of bytes, from an integer or a string such as "5GB". Raises ValueError for any other string."""
+    """The number of bytes given by an integer or by a string such as "5GB". Raises ValueError for any other string."""
     if isinstance(size, int):
         return size
     if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):
         return int(match[1]) * 1000 ** (" KMGT".index(match[2]))
-    raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or like '5GB'")
+    raise ValueError(f"max_shard_size={size!r}: must be a number of bytes or a string like '5GB'")
 
 
 def _config_json(folder: Path) -> dict[str, Any]:
@@ -700,7 +723,9 @@ def _device(device_map: Any) -> torch.device:
     if device_map in (None, "auto"):
         return torch.device("cuda" if device_map and torch.cuda.is_available() else "cpu")
     if not isinstance(device_map, (str, int, torch.device)):
-        raise ValueError(f"device_map={device_map!r}: the model is loaded onto one device; give its name")
+        raise ValueError(
+            f"device_map={device_map!r}: the model can only be loaded onto one device; give the name of one device"
+        )
     return torch.device(device_map)
 
 
@@ -721,10 +746,12 @@ def _batch(
     vision_token_types: Tensor | None,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    """The inputs of `DeepseekV41`. Raises ValueError if `others` holds an argument that this model does not support."""
+    """The arguments for `DeepseekV41`. Raises ValueError if `others` contains an argument that this model does not
+    support.
+    """
     for name in ("inputs_embeds", "past_key_values", "cache", "output_router_logits", "shift_labels"):
         if others.get(name) is not None and others[name] is not False:
-            raise ValueError(f"{name}: not supported; give whole sequences as input_ids, and labels")
+            raise ValueError(f"{name}: is not supported; pass whole sequences as input_ids, and labels")
     if position_ids is not None and seq_lens is None:
         seq_lens = _documents(position_ids, attention_mask)
     batch = dict(input_ids=input_ids, attention_mask=attention_mask, vision_token_types=vision_token_types)
@@ -751,8 +778,8 @@ def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | 
 
 
 def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook before `load_state_dict`: renames tensors from the released names, as in the safetensors files, to the
-    names of this model's state dict.
+    """A hook that runs before `load_state_dict` and renames tensors from the released names, as in the safetensors
+    files, to the names in this model's state dict.
     """
     if prefix or not any(name in state for name in ("embed.weight", "head.weight")):
         return

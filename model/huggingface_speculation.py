@@ -1,8 +1,8 @@
-"""How `DeepseekV41ForCausalLM.generate` decodes with a drafter: by `model/generation.py`, in place of transformers' own
-loop.
+"""Speculative decoding for `DeepseekV41ForCausalLM.generate`: with a drafter, model/generation.py replaces the decoding
+loop of transformers.
 
-Speculative decoding knows temperature and top-p, end tokens and lengths. Everything else that `generate` offers (beams,
-top-k, penalties, streamers, scores, images) is left to transformers, without a drafter.
+Speculative decoding supports temperature, top-p, end tokens and maximum lengths. With any other option of `generate`
+(beams, top-k, penalties, streamers, scores, images), the loop of transformers runs without a drafter.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def hindrances(
     streamer: Any,
     inputs: dict[str, Any],
 ) -> list[str]:
-    """What in the arguments of a `generate` call speculative decoding does not know, in the words of the caller: names
-    of arguments, or of the classes of processors and criteria. inputs: the model's inputs beside token ids and mask.
+    """The arguments of a `generate` call that speculative decoding does not support, by the names of the arguments or
+    of the classes of processors and criteria. inputs: the model's inputs besides token ids and mask.
     """
 
     def unknown() -> Iterator[str]:
@@ -67,11 +67,11 @@ def continued(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> Tensor:
-    """Rows int64 [B, S] of prompts, padded on the left, continued to [B, longest]: what `generate` returns. Rows that
-    end earlier are filled with the padding token.
+    """Continue the prompts input_ids int64 [B, S], which are padded on the left, by speculative decoding. Returns [B,
+    longest], as `generate` does; rows that end earlier are filled with the padding token.
 
-    Without `do_sample` rows are greedy. Draws depend on one seed a row, taken from torch's CPU generator. Raises
-    ValueError for a row that is all padding.
+    Without `do_sample`, decoding is greedy. Sampling uses one seed per row, drawn from torch's CPU generator. Raises
+    ValueError for a row with only padding.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [tuple(ids[real.bool()].tolist()) for ids, real in zip(input_ids, mask, strict=True)]

@@ -1,8 +1,10 @@
-"""Single-pass manifold-constrained hyper-connections (mHC): n residual streams, mixed by input-dependent coefficients.
+"""Single-pass manifold-constrained hyper-connections (mHC): n residual streams that are mixed with input-dependent
+coefficients.
 
-Shapes: T tokens, n streams (`hc_mult`), d hidden. Coefficients are fp32 everywhere.
-A sublayer reads `collapse(X, pre of the previous sublayer)` and writes `expand(X, y, post, comb)`; its own
-coefficients come from the streams that enter it.
+In shapes, T is the number of tokens, n the number of residual streams (`hc_mult`) and d the hidden size. Coefficients
+are always fp32. The input of a sublayer is `collapse(X, pre)`, with `pre` of the previous sublayer, and its output y
+changes the streams X to `expand(X, y, post, comb)`. The coefficients of a sublayer are computed from the streams before
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from model.precision import for_products
 
 
 class Mix(NamedTuple):
-    """Coefficients of one sublayer, fp32: pre [T, n], post [T, n], comb [T, n, n] (first index = source stream)."""
+    """The mHC coefficients of one sublayer, fp32: pre [T, n], post [T, n], comb [T, n, n] (axis 1 is the source
+    stream).
+    """
 
     pre: Tensor
     post: Tensor
@@ -27,8 +31,8 @@ class Mix(NamedTuple):
 
 
 class HyperConnection(nn.Module):
-    """Coefficients of one sublayer: `fn` [(2+n)n, n*d], `base` [(2+n)n], `scale` [3], all fp32 whatever the model's
-    dtype.
+    """Computes the mHC coefficients of one sublayer, with the parameters `fn` [(2+n)n, n*d], `base` [(2+n)n] and
+    `scale` [3], which are fp32 whatever the model's dtype is.
     """
 
     def __init__(self, config: TextConfig):
@@ -40,7 +44,7 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
 
     def forward(self, streams: Tensor) -> Mix:
-        """streams [T, n, d] -> the coefficients of this sublayer."""
+        """Compute the coefficients of this sublayer from the residual streams [T, n, d]."""
         if in_triton(streams):
             from model.kernels import hyper as kernels
 
@@ -48,7 +52,7 @@ class HyperConnection(nn.Module):
             return Mix(*kernels.coefficients(streams, *parameters, self.iters, self.hc_eps, self.eps))
         n = self.n
         with torch.autocast(streams.device.type, enabled=False):
-            # token axis last, so that the many small steps below run on long contiguous rows
+            # the token axis is last, so that the many small steps below run on long contiguous rows
             mixes = _NormalisedProduct.apply(streams.flatten(1), self.fn, self.eps)  # [(2+n)n, T]
             scale = torch.cat([part.expand(size) for part, size in zip(self.scale, (n, n, n * n), strict=True)])
             logits = mixes * scale[:, None] + self.base[:, None]
@@ -75,24 +79,26 @@ class _NormalisedProduct(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         flat, fn, mixes, scale = ctx.saved_tensors
         wide, d_product = flat.float(), grad * scale
-        along = (grad * mixes).sum(0) * scale.square() / flat.shape[1]  # the scale's own gradient points along flat
+        along = (
+            (grad * mixes).sum(0) * scale.square() / flat.shape[1]
+        )  # the gradient through the scale is parallel to flat
         d_flat = (d_product.t() @ fn).addcmul_(wide, along[:, None], value=-1)
         return d_flat.to(flat.dtype), d_product @ wide, None
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """[n, n, T] logits -> (nearly) doubly stochastic [n, n, T], fp32.
+    """Turn logits [n, n, T] into (nearly) doubly stochastic matrices [n, n, T], fp32.
 
-    Softmax over the target axis plus eps, one column normalisation, then iters-1 times rows and columns, every
-    denominator + eps.
+    The steps are a softmax over the target axis plus eps, one normalisation of columns, and then iters-1 normalisations
+    of rows and columns in turn; eps is added to every denominator.
     """
     return _Sinkhorn.apply(logits, iters, eps)
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Stores the softmax and every step's denominators, and repeats the divisions in the backward: storing 2*iters
-    small matrices per token would take most of a block's memory. Steps are in place, since launching small operations
-    is the main cost here.
+    """Stores the softmax and the denominators of every Sinkhorn step, and repeats the divisions in the backward pass,
+    because storing 2*iters small matrices per token would take most of a block's memory. All steps are done in place,
+    because launching many small operations is the main cost.
     """
 
     @staticmethod
@@ -123,7 +129,9 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    """Collapse the residual streams [T, n, d] with weights pre fp32 [T, n]: returns sum_i pre[:, i] * streams[:, i],
+    [T, d] in the dtype of the streams.
+    """
     if in_triton(streams):
         from model.kernels import hyper as kernels
 
@@ -153,7 +161,9 @@ class _Collapse(torch.autograd.Function):
 
 
 def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: streams [T, n, d], y [T, d] -> new streams [T, n, d]."""
+    """Update the residual streams X [T, n, d] with a sublayer's output y [T, d]: X'[j] = post[j] * y + sum_i comb[i, j]
+    * X[i].
+    """
     if in_triton(streams):
         from model.kernels import hyper as kernels
 
@@ -162,7 +172,9 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 class _Expand(torch.autograd.Function):
-    """n*(n+1) fused multiply-adds on [T, d]; on a CPU, a batched product of T tiny matrices is several times slower."""
+    """Runs n*(n+1) fused multiply-adds on [T, d], because on a CPU a batched product of T tiny matrices is several
+    times slower.
+    """
 
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -190,8 +202,8 @@ class _Expand(torch.autograd.Function):
 
 
 def _cache_sized(streams: Tensor):
-    """Ranges of rows whose streams fit in a CPU core's cache over several passes; on other devices, all rows at
-    once.
+    """Ranges of rows that are processed together: on a CPU so few that their streams stay in a core's cache, on other
+    devices all rows at once.
     """
     tokens = streams.shape[0]
     step = max(1, 2**18 // streams[0].numel()) if streams.device.type == "cpu" else max(1, tokens)
@@ -199,8 +211,9 @@ def _cache_sized(streams: Tensor):
 
 
 def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor, term: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """out = sum_i weights[:, i] * x[:, i] (+ term[0] * term[1]), accumulated in fp32: x [T, n, d], weights fp32 [T, n],
-    out [T, d], which may be a strided view."""
+    """Write sum_i weights[:, i] * x[:, i] (+ term[0] * term[1]) to `out`, accumulated in fp32: x [T, n, d], weights
+    fp32 [T, n], out [T, d], which may be a strided view.
+    """
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     torch.mul(x[:, 0], weights[:, 0:1], out=total)
     for i in range(1, x.shape[1]):

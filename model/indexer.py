@@ -1,10 +1,10 @@
-"""The lightning indexer: scores compressed entries, keeps candidate blocks, selects the top-k, and learns from the
-attention.
+"""The lightning indexer: it scores compressed KV entries, keeps candidate blocks, selects the top-k entries, and is
+trained to predict the attention.
 
-Shapes: T tokens, Hi index heads, Di index head dim, N entry slots, K = `index_topk`, M candidate blocks, b block size.
-    score[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j])
-The selection is discrete and has no gradient; `indexer_loss` trains the scores towards the mass that the main attention
-puts on the selected entries.
+The score of entry j for query t is sum_h w[t, h] * relu(q[t, h] . k[j]). The selection of entries is discrete and has
+no gradient; `indexer_loss` trains the scores to match the attention mass of the main attention on the selected entries.
+In shapes, T is the number of tokens, Hi the number of indexer heads, Di their dimension, N the number of entry slots, K
+= `index_topk`, M the number of candidate blocks and b the block size.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
 from model.sparse import Scratch, chunk_elements
 
-# Added per slot as a tie-break: entries whose every ReLU is zero all score exactly 0, and the newest of them must win,
-# whatever the shape of the batch. Far below the rounding of any other score.
+# A tie-break that is added per slot: all entries whose ReLUs are all zero score exactly 0, and the newest of them must
+# win, whatever the shape of the batch. It is far below the rounding error of any other score.
 TIE_BREAK = 2.0**-100
 
 
 class IndexQuery(NamedTuple):
-    """The query of an index source: q [T, Hi, Di] (rotated, quantised), weights fp32 [T, Hi]."""
+    """The query of an indexer: q [T, Hi, Di] (rotated and quantised), and the head weights fp32 [T, Hi]."""
 
     q: Tensor
     weights: Tensor
 
 
 class Indexer(nn.Module):
-    """Queries of an index source; a Full layer also owns the keys."""
+    """The indexer of a Full or Reindex layer. It computes queries, and in a Full layer also keys."""
 
     def __init__(self, config: TextConfig, owns_keys: bool):
         super().__init__()
@@ -48,8 +48,8 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
     def query(self, x: Tensor, q_lat: Tensor, layout: SequenceLayout) -> IndexQuery:
-        """x [T, d], q_lat [T, q_lora]; both are detached here, so the language-model loss does not reach the
-        indexer.
+        """Compute the query from x [T, d] and q_lat [T, q_lora]. Both are detached, so that the language-model loss
+        does not train the indexer.
         """
         q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))
         q = fake_quant_mxfp4(rotate(q, layout.phasors_yarn))
@@ -57,7 +57,7 @@ class Indexer(nn.Module):
         return IndexQuery(q, weights)
 
     def keys(self, latent: Tensor, entries: Entries) -> Tensor:
-        """Un-rotated latent [N, D], detached here -> [N, Di], rotated and quantised."""
+        """Compute the keys [N, Di], rotated and quantised, from the un-rotated latent [N, D], which is detached."""
         return fake_quant_mxfp4(rotate(self.k_norm(self.wk(latent.detach())), entries.phasors))
 
 
@@ -66,12 +66,12 @@ class Indexer(nn.Module):
 def select(
     query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int, pool: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Score every visible entry; keep the best.
+    """Score all visible entries of every query and select the best.
 
-    Returns topk_indices int32 [T, topk] (slots in descending score, -1: none left) and, if `pool` is a number,
-    candidates int32 [T, min(pool, blocks)]: the block with the newest visible entry, and the blocks with the best
-    entries. Candidates restrict later index sources, not this one. Cost: O(T * visible entries) multiply-adds in chunks
-    of queries; no [T, N] matrix.
+    Returns topk_indices int32 [T, topk], the slots in descending order of score (-1 if fewer entries are visible). If
+    `pool` is a number, also returns candidates int32 [T, min(pool, blocks)]: the block with the newest visible entry
+    and the blocks with the best entries, to which later indexers are restricted. The cost is O(T * visible entries)
+    multiply-adds; queries are processed in chunks, and no [T, N] matrix is made.
     """
     tokens = query.q.shape[0]
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
@@ -88,7 +88,9 @@ def select(
 
 
 def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
-    """(queries, their first slot, best score of each of their blocks, their best entries)."""
+    """Yield for each chunk of queries: (queries, their first slot, the best score of each of their blocks, their best
+    entries).
+    """
     scored = _scores_of_own if entries.own else _scores_of_ranges
     for rows, low, scores in scored(query, keys, entries, block):
         peaks = scores.unflatten(1, (-1, block)).amax(-1)
@@ -96,8 +98,8 @@ def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, bloc
 
 
 def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
-    """The same without keeping scores in memory: those of the entries in the best blocks are computed again. The block
-    size must be a power of two.
+    """As `_selected`, but by Triton kernels and without keeping scores in memory: the scores in the best blocks are
+    computed again. The block size must be a power of two.
     """
     from model.kernels.indexer import block_peaks
 
@@ -122,7 +124,9 @@ def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk
 def _best_of_blocks(
     q: Tensor, weights: Tensor, keys: Tensor, blocks: Tensor, visible_to: Tensor, topk: int, block: int
 ) -> Tensor:
-    """Slots of the best entries in each query's blocks int32 [C, M]: int32 [C, min(topk, M * block)], by kernel."""
+    """Find, by a Triton kernel, the slots int32 [C, min(topk, M * block)] of the best entries in each query's blocks
+    int32 [C, M].
+    """
     from model.kernels.indexer import candidate_scores
 
     scores = candidate_scores(q, weights, keys, blocks, visible_to, block, TIE_BREAK)
@@ -132,7 +136,9 @@ def _best_of_blocks(
 
 
 def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
-    """(queries, their first slot, their masked scores [C, n]): consecutive queries share one range of slots."""
+    """Yield (queries, their first slot, their masked scores [C, n]) for chunks of consecutive queries, which share one
+    range of slots.
+    """
     scratch = Scratch()
     for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
         rows = slice(start, stop)
@@ -143,7 +149,9 @@ def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: 
 
 
 def _scores_of_own(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
-    """The same if every query has its own `entries.own` slots: their first is a column [C, 1]."""
+    """As `_scores_of_ranges`, for queries that each have their own `entries.own` slots; the first slots are a column
+    [C, 1].
+    """
     scratch = Scratch()
     keys = keys.view(-1, entries.own, keys.shape[1])
     step = max(1, chunk_elements(keys.device) // (query.q.shape[1] * entries.own))
@@ -162,7 +170,9 @@ def _scores_of_own(query: IndexQuery, keys: Tensor, entries: Entries, block: int
 def select_from_candidates(
     query: IndexQuery, keys: Tensor, entries: Entries, candidates: Tensor, topk: int, block: int
 ) -> Tensor:
-    """Score only the entries of each query's candidate blocks: int32 [T, topk], O(T * M * b) whatever the length."""
+    """Select the best entries int32 [T, topk] among each query's candidate blocks. The cost is O(T * M * b),
+    independent of the context length.
+    """
     tokens, pool = candidates.shape
     topk_indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=keys.device)
     kernels = in_triton(query.q)
@@ -191,16 +201,16 @@ def select_from_candidates(
 
 
 def _query_chunks(entries: Entries, cost: float, block: int):
-    """(start, stop, low, high): query ranges and the range of slots, in whole blocks, that they can see. Chunks are
-    also bounded if they span many short documents; queries that see nothing are skipped. cost: numbers kept per slot
-    that a query scores.
+    """Yield (start, stop, low, high): a range of queries, and the range of slots, in whole blocks, that they can see.
+    The size of chunks is bounded also if they span many short documents; queries that see no entry are skipped. cost:
+    the number of values kept in memory per query and slot.
     """
     first, last = entries.host_from.tolist(), entries.host_to.tolist()
     budget = chunk_elements(entries.visible_to.device)
     tokens, start = len(first), 0
     while start < tokens:
         low, size = first[start], 16
-        # a chunk's reach only grows along the batch, so it may double while its scores fit the budget
+        # later queries see more slots, so a chunk is doubled only while its scores fit into the budget
         while size < tokens - start and cost * 2 * size * (last[min(start + 2 * size, tokens) - 1] - low) <= budget:
             size *= 2
         stop = min(start + size, tokens)
@@ -211,8 +221,8 @@ def _query_chunks(entries: Entries, cost: float, block: int):
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tensor:
-    """fp32 [C, n] for keys [n, Di] shared by all queries, or [C, n, Di] of each query's own; valid until the next
-    call.
+    """Compute scores fp32 [C, n], for keys [n, Di] shared by all queries or keys [C, n, Di] of each query. The result
+    is valid until the next call, which reuses its memory.
     """
     if keys.dim() == 2:
         dots = scratch.bmm("dots", q.flatten(0, 1)[None], keys.t()[None]).view(q.shape[0], q.shape[1], -1)
@@ -222,7 +232,7 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tenso
 
 
 def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: int) -> None:
-    """Set the scores of invisible entries in a chunk to -inf. Inside one document only the newest entries can be
+    """Set the scores of entries that a query must not see to -inf. Inside one document only the newest entries can be
     invisible.
     """
     first = low
@@ -237,8 +247,8 @@ def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: 
 def _best_blocks(
     peaks: Tensor, visible_from: Tensor, visible_to: Tensor, low: int | Tensor, block: int, pool: int
 ) -> Tensor:
-    """Candidate blocks of a chunk: int32 [C, min(pool, blocks in range)], -1 where fewer are reachable. Overwrites
-    peaks [C, blocks]; low (a number or [C, 1]) is the slot of the first.
+    """The candidate blocks of a chunk of queries, int32 [C, min(pool, blocks in range)], -1 if fewer blocks are
+    visible. Overwrites peaks [C, blocks]; low (a number or [C, 1]) is the first slot of the first block.
     """
     newest = (visible_to[:, None] - 1 - low).clamp(min=0) // block
     sees = visible_to > visible_from
@@ -248,8 +258,8 @@ def _best_blocks(
 
 
 def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: int) -> Tensor:
-    """Slots of the best entries, int32 [C, min(topk, n)], -1 where fewer are visible; low (a number or [C, 1]) is the
-    first slot.
+    """The slots of the best entries, int32 [C, min(topk, n)], -1 if fewer entries are visible; low (a number or [C, 1])
+    is the first slot.
 
     The best k entries are in the k blocks with the highest peaks, so only the entries of those blocks are sorted.
     """
@@ -264,7 +274,9 @@ def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: in
 
 
 class IndexerLossInputs(NamedTuple):
-    """What one index source's loss needs: its query and keys (with their graph), and the selection."""
+    """The inputs of the loss of one indexer: its query and keys (with autograd graph), and the entries that it
+    selected.
+    """
 
     query: IndexQuery
     keys: Tensor
@@ -272,12 +284,13 @@ class IndexerLossInputs(NamedTuple):
 
 
 def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervised: Tensor) -> Tensor:
-    """Sum over the supervised queries of KL(target || student) on their selected entries: 0-d fp32.
+    """The indexer loss: the sum over the supervised queries of KL(target || student) on their selected entries, 0-d
+    fp32.
 
-    Target: attention mass [T, K] that the layers which consume the selection put on its entries (summed over heads
-    and layers, the main attention's own denominators), L1-normalised, detached. Student: softmax of the index scores
-    over the same entries. supervised bool [T]: the queries that count; those that see no entry are left out. V3.2's
-    sparse stage, carried over to V4.1.
+    The target is the attention mass [T, K] on the selected entries, summed over the heads of all layers that use the
+    selection, L1-normalised and detached. The student is the softmax of the indexer scores over the same entries.
+    supervised bool [T]: the queries that the loss includes, unless they see no entry. The loss is that of V3.2's sparse
+    training stage, applied to V4.1.
     """
     (q, weights), keys, topk_indices = indexer_loss_inputs
     if in_triton(q):
@@ -288,7 +301,9 @@ def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervise
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """Loss and gradients in one pass over chunks of queries, so that gathered keys exist for one chunk at a time."""
+    """Computes the loss and its gradients in one pass over chunks of queries, so that gathered keys are in memory for
+    one chunk at a time.
+    """
 
     @staticmethod
     @without_autocast

@@ -1,4 +1,4 @@
-"""All initial distributions in one place."""
+"""The initial distributions of all parameters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float, n: int, seed: int) -> None:
-    """Initialise every parameter and every router bias of a model of n streams in place, in name order, from one
-    generator.
+    """Initialise every parameter and router bias of a model with n residual streams in place, in the order of their
+    names and from one random generator.
 
-    Matrices, embeddings and Engram tables: normal(0, std). Norm weights and Engram key and query
-    weights: 1. Biases, sinks and router biases: 0. mHC (our choice; the report is silent): streams start as equal
-    shares, so `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent part at a hundredth
-    of its scale. A shard gets the entries that the whole parameter would have there.
+    Matrices, embeddings and Engram tables are drawn from normal(0, std). Norm weights and Engram's key and query
+    weights are 1. Biases, attention sinks and router biases are 0. The report does not specify the mHC coefficients, so
+    the following is our choice: `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent
+    part is scaled by 0.01. A shard of a parameter gets the values that the whole parameter would have at its place.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -38,13 +38,15 @@ def init_weights(model: nn.Module, std: float, n: int, seed: int) -> None:
             buffer.zero_()
 
 
-# Entries drawn at once. A multiple of 16: the CPU generator makes normal numbers in blocks of 16, so that drawing in
-# parts gives the numbers of drawing at once, as long as the last part is no shorter than a block.
+# The number of values drawn at once. It is a multiple of 16 because the CPU generator makes normal numbers in blocks of
+# 16: drawing in parts then gives the same numbers as drawing all at once, if the last part is not shorter than a block.
 DRAWN = 1 << 20
 
 
 def _draw_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill `parameter` (contiguous) with normal numbers; a shard by drawing the whole and keeping its own."""
+    """Fill a contiguous parameter with normal random numbers. For a shard, the numbers of the whole parameter are drawn
+    and those of the shard are kept.
+    """
     shard = getattr(parameter, "shard", None)
     flat = parameter.view(-1)
     total, first = flat.numel(), 0

@@ -1,10 +1,12 @@
-"""The sequence layout: a batch flattened to its T real tokens, and where documents and compressed entries begin in it.
+"""The sequence layout: a batch flattened to its T non-padding tokens, with index tensors that say where documents and
+compressed entries begin.
 
-Every layer works on [T, ...] tensors. Rows, padding and document boundaries exist only here: each row of a batch is one
-document, or several if `seq_lens` says so; padding is removed on entry and restored on exit. So a packed batch equals
-its documents run separately, and documents need no alignment.
+Every layer works on [T, ...] tensors, and only this file deals with rows, padding and document boundaries. Each row of
+a batch is one document, or several documents if `seq_lens` gives their lengths. Padding is removed at the input and
+restored at the output. A packed batch therefore gives the same results as its documents run separately, and documents
+need no alignment.
 
-Shapes: T tokens of the layout, N entry slots of one compression ratio.
+In shapes, T is the number of tokens in the layout and N the number of entry slots of one compression ratio.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from model.rope import inverse_frequencies, rotations
 
 @dataclass(frozen=True)
 class Entries:
-    """Compressed entries of one ratio r in slot order.
+    """The compressed entries of one compression ratio r, in the order of their slots.
 
-    A document's floor(len/r) entries fill consecutive slots; each document starts at a multiple of
-    `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size` and a document's visible
-    entries are always one range of slots.
+    The floor(len/r) entries of a document fill consecutive slots. The slots of each document start at a multiple of
+    `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size`, and the entries that a query
+    sees are always one range of slots.
 
     Under context parallelism (see `Chunk`), slots count the entries of all tokens, but `members` and `phasors` list
     only the `gathered.capacity` entries that this rank computes, whose last token is in its chunk.
@@ -36,15 +38,19 @@ class Entries:
 
     ratio: int
     slots: int
-    members: Tensor  # int64 [N, r]: token indices of the slot's tokens (unused slots repeat valid ones)
+    members: (
+        Tensor  # int64 [N, r]: indices of the tokens in each slot's group (arbitrary valid indices in unused slots)
+    )
     phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
-    visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from when the query sees none
+    visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from if the query sees no entry
     host_from: (
         np.ndarray
-    )  # visible_from, visible_to on the CPU: they bound the scoring chunks without waiting for the device
+    )  # copies of visible_from and visible_to on the CPU, to plan chunks without synchronising with the device
     host_to: np.ndarray
-    own: int | None = None  # slots per query when every query has a range of its own, query t from slot t*own on
+    own: int | None = (
+        None  # slots per query if each query has its own range of slots; query t's range begins at slot t*own
+    )
     halo: HaloPlan | None = None  # for a chunk: rows of earlier tokens whose compression group ends in the chunk
     gathered: GatherPlan | None = None  # for a chunk: the slots of the entries that each rank computes
 
@@ -79,14 +85,14 @@ class SequenceLayout:
 
     rows: int
     row_length: int
-    gather: Tensor | None  # int64 [T]: where each token lies in the flattened [B*S]; None when all positions are real
-    document: Tensor  # int64 [T]: running document number over the batch
+    gather: Tensor | None  # int64 [T]: position of each token in the flattened [B*S]; None if there is no padding
+    document: Tensor  # int64 [T]: number of the token's document in the batch
     document_start: Tensor  # int64 [T]: token index of the first token of the token's document
     document_lengths: Tensor  # int64 [documents]
     window_start: Tensor  # int64 [T]: token index of the first token in the query's sliding window
-    decoder_window_start: Tensor  # the same for the decoder's layers
+    decoder_window_start: Tensor  # as window_start, but for decoder layers
     position: Tensor  # int64 [T]: position in the document
-    image: Tensor | None  # bool [T]: token belongs to an image span; None when the batch has no image
+    image: Tensor | None  # bool [T]: whether the token belongs to an image span; None if the batch has no image
     phasors: Tensor  # complex64 [T, rope/2] of window-only layers
     phasors_yarn: Tensor  # complex64 [T, rope/2] of compressed layers
     entries: dict[int, Entries]  # by compression ratio
@@ -102,7 +108,7 @@ class SequenceLayout:
         return replace(_moved(self, device), entries=entries)
 
     def flatten(self, x: Tensor) -> Tensor:
-        """[B, S, ...] -> [T, ...]: the real tokens."""
+        """Flatten [B, S, ...] to the non-padding tokens [T, ...]."""
         flat = x.reshape(self.rows * self.row_length, *x.shape[2:])
         return flat if self.gather is None else flat.index_select(0, self.gather)
 
@@ -160,10 +166,11 @@ def build_layout(
     vision_token_types: Tensor | None = None,
     replay_start: Tensor | None = None,
 ) -> SequenceLayout:
-    """The layout of a batch. `input_ids` int64 [B, S]; at most one of `attention_mask` [B, S] (1 = real, contiguous in
-    each row) and `seq_lens` [B, documents] (lengths, zero = none). `replay_start` int64 [B, documents] (one per row
-    without `seq_lens`): where simulated bounded replay begins, see `bound_windows`. The layout is made on the CPU and
-    moved to the device of `input_ids`; a batch that is still on the CPU makes no GPU wait. Raises ValueError if the
+    """Compute the layout of a batch. `input_ids` is int64 [B, S]. At most one of two arguments gives the documents:
+    `attention_mask` [B, S] (1 for a token, 0 for padding, contiguous in each row) or `seq_lens` [B, documents]
+    (lengths; 0 means no document). `replay_start` int64 [B, documents] (one per row without `seq_lens`) is the position
+    where simulated bounded replay begins, see `bound_windows`. The layout is computed on the CPU and moved to the
+    device of `input_ids`; no GPU synchronisation is needed if the batch is still on the CPU. Raises ValueError if the
     arguments are malformed.
     """
     if input_ids.dim() != 2 or not input_ids.numel():
@@ -210,23 +217,26 @@ def build_layout(
 
 
 def bound_windows(window_start: Tensor, position: Tensor, document_start: Tensor, replay_start: Tensor) -> Tensor:
-    """SWA bounded replay (V4.1 report): with replay start s, query i >= s sees window keys [max(s, i-W+1), i].
+    """Bound sliding windows as in SWA bounded replay (V4.1 report): with replay start s, query i >= s sees the window
+    keys [max(s, i-W+1), i].
 
-    All int64 [T]; s counts from the beginning of the query's document, 0 changes nothing.
+    All tensors are int64 [T]. s counts from the beginning of the query's document; s = 0 changes nothing.
     """
     bounded = torch.maximum(window_start, document_start + replay_start)
     return torch.where(position >= replay_start, bounded, window_start)
 
 
 def prompt_lengths(layout: SequenceLayout, labels: Tensor) -> Tensor:
-    """int64 [documents]: tokens before the first supervised one (labels int64 [T], not shifted); 0 without any."""
+    """The number of tokens before the first supervised token of each document, int64 [documents]; 0 if no token is
+    supervised. labels int64 [T] are not shifted.
+    """
     first = torch.where((labels >= 0) & (layout.position > 0), layout.position, layout.tokens)
     lengths = torch.full_like(layout.document_lengths, layout.tokens).scatter_reduce(0, layout.document, first, "amin")
     return torch.where(lengths == layout.tokens, 0, lengths)
 
 
 def _replays(replay_start: Tensor, rows: int, seq_lens: Tensor | None, length: Tensor) -> Tensor:
-    """int64 [documents] from [B, documents]."""
+    """The replay starts int64 [documents] of the existing documents, from [B, documents]."""
     wanted = (rows, 1) if seq_lens is None else tuple(seq_lens.shape)
     if tuple(replay_start.shape) != wanted:
         raise ValueError(f"replay_start must be {list(wanted)}, one for each document, got {list(replay_start.shape)}")
@@ -245,7 +255,7 @@ def _entries(ratio, block, length, token_start, document, position, yarn) -> Ent
         room[0] = block  # a block of unused slots, so that no tensor is empty
     slot_start = room.cumsum(0) - room
     owner = torch.repeat_interleave(torch.arange(len(length)), room)
-    index = torch.arange(int(room.sum())) - slot_start[owner]  # j, the entry's number in its document
+    index = torch.arange(int(room.sum())) - slot_start[owner]  # j, the number of the entry in its document
     last = (count[owner] - 1).clamp(min=0)
     first_token = token_start[owner] + index.minimum(last) * ratio
     members = first_token[:, None] + torch.arange(ratio)
@@ -254,7 +264,7 @@ def _entries(ratio, block, length, token_start, document, position, yarn) -> Ent
     return Entries(
         ratio=ratio,
         slots=len(index),
-        members=members.clamp(max=len(document) - 1),  # only unused slots can point past the end
+        members=members.clamp(max=len(document) - 1),  # only in unused slots can indices point past the end
         phasors=rotations(index * ratio, yarn),
         visible_from=visible_from,
         visible_to=visible_to,
@@ -264,9 +274,9 @@ def _entries(ratio, block, length, token_start, document, position, yarn) -> Ent
 
 
 def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_lens: Tensor | None):
-    """Flat [B*S] start and length of every document, in order."""
+    """The start in the flattened [B*S] and the length of every document, in order."""
     if attention_mask is not None and seq_lens is not None:
-        raise ValueError("give attention_mask or seq_lens, not both: seq_lens already says where padding begins")
+        raise ValueError("give either attention_mask or seq_lens, not both; seq_lens already determines the padding")
     starts: list[int] = []
     lengths: list[int] = []
     if seq_lens is not None:
@@ -289,7 +299,8 @@ def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_le
             real = mask.nonzero().flatten()
             if len(real) and int(real[-1]) - int(real[0]) + 1 != len(real):
                 raise ValueError(
-                    f"attention_mask row {row} has holes; real tokens must form one run (use seq_lens to layout)"
+                    f"attention_mask row {row} has zeros between ones; its ones must be contiguous (use seq_lens for "
+                    "packed documents)"
                 )
             if len(real):
                 starts.append(row * row_length + int(real[0]))
@@ -298,5 +309,5 @@ def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_le
         starts = [row * row_length for row in range(rows)]
         lengths = [row_length] * rows
     if not lengths:
-        raise ValueError("the batch has no real token")
+        raise ValueError("the batch has only padding and no token")
     return starts, lengths

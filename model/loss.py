@@ -1,7 +1,8 @@
-"""Losses over chunks of tokens: the [T, vocab] logits are never all in memory during training.
+"""Losses that are computed over chunks of tokens, so that the [T, vocab] logits are never all in memory during
+training.
 
 `cross_entropy_sum` is the loss of training on text. `token_log_probs` and `reverse_kl` return a value for every
-position and take its gradient from the caller: for objectives that weight, clip or mask single tokens.
+position, for objectives that weight, clip or mask single tokens.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 
 
 class Objective(Protocol):
-    """What may replace the cross-entropy: the sum over the supervised positions of a batch, 0-d, later divided by the
-    step's supervised targets.
+    """The interface of a function that replaces the cross-entropy. It returns the sum of a loss over the supervised
+    positions of a batch, 0-d, which is later divided by the number of supervised targets in the step.
 
     hidden [R, d] after the final norm, weight [V, d] of the whole head, targets int64 [R], places int64 [R]: the
-    target's position in the flattened batch, so that `x.flatten()[places]` reads x [B, S], laid out as the labels are.
+    positions of the targets in the flattened batch, so that `x.flatten()[places]` selects the values of a tensor x [B,
+    S] for the targets.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor: ...
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum of cross-entropies in nats, 0-d fp32, of hidden [R, d] through the head weight [V, d] against targets int64
-    [R].
+    """The sum of cross-entropies in nats, 0-d fp32, between the logits hidden [R, d] @ weight [V, d]^T and the targets
+    int64 [R].
 
-    Logits are computed from hidden's dtype and reduced in fp32, a chunk at a time, together with their gradients.
+    Logits are computed in the dtype of hidden and reduced in fp32, one chunk at a time, together with their gradients.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, targets)
 
@@ -73,9 +75,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability of the target, entropy in nats) of every position, fp32 [R] (fp64 for fp64 input).
+    """The log-probability of the target and the entropy of the distribution, both in nats, at every position, fp32 [R]
+    (fp64 for fp64 input).
 
-    Differentiable through the log-probabilities; the entropies are detached. Shapes as in `cross_entropy_sum`; the
+    The log-probabilities are differentiable, the entropies are detached. Shapes are as in `cross_entropy_sum`. The
     backward pass computes the logits again.
     """
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets)
@@ -111,8 +114,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
 @torch.no_grad()
 def is_likeliest(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """bool [R]: whether the target has the largest logit, so that greedy decoding would take it. Shapes as in
-    `cross_entropy_sum`.
+    """Whether the target has the largest logit at each position, bool [R], so that greedy decoding would choose it.
+    Shapes are as in `cross_entropy_sum`.
     """
     cast = weight.to(hidden.dtype)
     best = [_logits(hidden[rows], cast).argmax(-1) for rows in _chunks(hidden, weight)]
@@ -122,12 +125,12 @@ def is_likeliest(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def draft_distances(
     hidden: Tensor, weight: Tensor, embedded: Tensor, markov: Tensor, teacher_hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How far a drafter's distribution q is from the target and from the backbone's distribution p, at every slot:
+    """The distances of a drafter's distribution q from the target and from the backbone's distribution p at every slot:
     -log q(target) in nats and sum |q - p|, both fp32 [R] (fp64 for fp64 input).
 
-    q is the softmax of hidden [R, d] @ weight [V, d]^T + embedded [R, r] @ markov [V, r]^T, p that of teacher_hidden
-    [R, d] @ weight^T; targets int64 [R]. hidden, embedded and markov get gradients, the backbone's tensors none. The
-    logits are made a chunk at a time, again in the backward pass.
+    q is the softmax of hidden [R, d] @ weight [V, d]^T + embedded [R, r] @ markov [V, r]^T, and p the softmax of
+    teacher_hidden [R, d] @ weight^T; targets int64 [R]. hidden, embedded and markov get gradients, the tensors of the
+    backbone do not. Logits are computed one chunk at a time, and again in the backward pass.
     """
     return _DraftDistances.apply(hidden, weight.detach(), embedded, markov, teacher_hidden.detach(), targets)
 
@@ -162,7 +165,7 @@ class _DraftDistances(torch.autograd.Function):
 
 @without_autocast
 def _drafts(hidden, weight, embedded, markov, teacher_hidden) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, log q and p of each chunk."""
+    """Yield the row range, log q and p of each chunk."""
     cast = weight.to(hidden.dtype)
     for rows in _chunks(hidden, weight):
         logits = _logits(hidden[rows], cast)
@@ -171,10 +174,10 @@ def _drafts(hidden, weight, embedded, markov, teacher_hidden) -> Iterator[tuple[
 
 
 def reverse_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-    """KL(student || teacher) over the whole vocabulary at every position: fp32 [R] (fp64 for fp64 input), in nats.
+    """KL(student || teacher) over the whole vocabulary at every position, in nats, fp32 [R] (fp64 for fp64 input).
 
-    hidden [R, d] and weight [V, d] are the student's and get gradients, teacher_hidden [R, d'] and teacher_weight
-    [V, d'] get none. Both heads are run a chunk at a time, again in the backward pass.
+    hidden [R, d] and weight [V, d] belong to the student and get gradients; teacher_hidden [R, d'] and teacher_weight
+    [V, d'] get no gradients. The logits of both are computed one chunk at a time, and again in the backward pass.
     """
     return _ReverseKL.apply(hidden, weight, teacher_hidden.detach(), teacher_weight.detach())
 
@@ -205,7 +208,7 @@ class _ReverseKL(torch.autograd.Function):
 
 
 def _head_gradients(ctx, hidden: Tensor, weight: Tensor, d_logits) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight; `d_logits(rows, logits)` is the gradient of a chunk's logits."""
+    """The gradients of hidden and weight; `d_logits(rows, logits)` returns the gradient of a chunk's logits."""
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     cast = weight.to(hidden.dtype)
     d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -228,11 +231,11 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Row ranges of hidden [R, d] whose logits through weight [V, d] are computed at once."""
+    """Yield the row ranges of hidden [R, d] whose logits are computed at once."""
     step = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
     return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums over the vocabulary: fp32, or fp64 for fp64 input."""
+    """The dtype for sums over the vocabulary: fp32, or fp64 for fp64 input."""
     return torch.promote_types(x.dtype, torch.float32)

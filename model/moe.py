@@ -1,7 +1,8 @@
-"""Mixture of experts: square-root softplus scores, two selection biases (text, image), clamped SwiGLU experts, a
-shared expert.
+"""Mixture of experts (MoE): a router with square-root softplus scores and two selection biases (for text and for
+images), routed experts with clamped SwiGLU, and a shared expert.
 
-Shapes: T tokens, d hidden, E experts, k experts per token, f expert intermediate size.
+In shapes, T is the number of tokens, d the hidden size, E the number of experts, k the experts per token and f the
+intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from model.parallel.ranks import RankGroup, expert_shard
 
 
 class Routing(NamedTuple):
-    """indices int64 [T, k], weights fp32 [T, k], scores fp32 [T, E] (unbiased), load int64 [2, E]: how many (token,
-    choice) pairs each expert got, from text tokens (0) and from image tokens (1); rows: how many of them travel between
-    the ranks that the experts are split over (None: they are not).
+    """The result of the router: the chosen experts indices int64 [T, k], their weights fp32 [T, k], the scores fp32 [T,
+    E] without bias, and load int64 [2, E], the number of times each expert was chosen by text tokens (0) and by image
+    tokens (1). rows: the numbers of rows that are exchanged between ranks, or None if the experts are not split over
+    ranks.
     """
 
     indices: Tensor
@@ -36,13 +38,13 @@ class Routing(NamedTuple):
     rows: RowCounts | None = None
 
     def none(self) -> Routing:
-        """An empty routing: no tokens, zero load."""
+        """An empty routing, without tokens and with zero load."""
         return Routing(self.indices[:0], self.weights[:0], self.scores[:0], torch.zeros_like(self.load))
 
 
 class MoEFirstPass(NamedTuple):
-    """What the recomputation of an MoE layer takes from its first pass: `indices`, `load` and `rows` of the routing,
-    and output [T, d], the layer's result (None: the experts' results are sent back and summed again).
+    """The results of the first pass of an MoE layer that its recomputation reuses: `indices`, `load` and `rows` of the
+    routing, and the output [T, d] of the layer (None: the results of the experts are exchanged and summed again).
     """
 
     indices: Tensor
@@ -52,8 +54,8 @@ class MoEFirstPass(NamedTuple):
 
 
 class Gate(nn.Module):
-    """Chooses experts by score + bias and weights them by score alone. The biases are buffers that only the balance
-    rule changes.
+    """The router: it chooses experts by score + bias, and weights their outputs by score only. The biases are buffers
+    that only load balancing changes.
     """
 
     bias: Tensor
@@ -70,9 +72,10 @@ class Gate(nn.Module):
     def forward(
         self, x: Tensor, image: Tensor | None, replay: Tensor | None = None, first: MoEFirstPass | None = None
     ) -> Routing:
-        """x [T, d], image bool [T] (None: text only), replay int64 [T, k]: experts to use instead of the best, where
-        not -1. They are weighted by the current scores, so that the router's weights still get gradients. With `first`
-        the experts are those of the first pass.
+        """Route the tokens x [T, d]; image bool [T] marks image tokens (None: text only). replay int64 [T, k]: experts
+        to use instead of the router's choice, where not -1. Replayed experts are weighted by the current scores, so
+        that the weights of the router still get gradients. `first` is given in recomputation: the experts chosen in the
+        first pass are used again.
         """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
@@ -90,7 +93,7 @@ class Gate(nn.Module):
 
 
 class Experts(Watched):
-    """The routed experts of a layer that this rank holds, stacked: w1, w3 [E, f, d] and w2 [E, d, f]."""
+    """The routed experts of a layer that this rank holds, stacked in w1, w3 [E, f, d] and w2 [E, d, f]."""
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
@@ -103,21 +106,22 @@ class Experts(Watched):
         self.adapter: Callable[[str, Tensor, Tensor], Tensor] | None = None  # see `linear`
 
     def linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [R, in] in expert order, multiplied by the weight `name`; an `adapter`, called with the same arguments,
-        adds to it.
+        """Multiply rows [R, in], sorted by expert, by the stacked weight `name`. If there is an `adapter`, it is called
+        with the same arguments and its result is added.
         """
         out = grouped_linear(rows, getattr(self, name), ends)
         return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
     def forward(self, x: Tensor, routing: Routing, combine: bool = True) -> Tensor:
-        """x [T, d] -> fp32 [T, d]: the weighted sum over each token's experts. Without `combine` [0, d]: no result is
-        sent back or summed, only what the backward needs is computed.
+        """Returns the weighted sum of the outputs of each token's experts, fp32 [T, d], for x [T, d]. With
+        `combine=False`, returns [0, d] and computes only the tensors that the backward pass needs; results are neither
+        exchanged nor summed.
         """
         k = routing.indices.shape[1]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts = routing.indices.flatten()
-        order = experts.argsort(stable=True)  # expert-major copies of the tokens
+        order = experts.argsort(stable=True)  # sort the copies of the tokens by expert
         place = _inverse(order)
         token = order.div(k, rounding_mode="floor")
         rows = _Dispatch.apply(x, token, place, k)
@@ -129,7 +133,9 @@ class Experts(Watched):
         return _Combine.apply(y.float(), token, place, k, combine)
 
     def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Rows [R, d] in the order of this rank's experts, fp32 weights [R], rows per expert -> weighted output."""
+        """The weighted expert outputs for rows [R, d] sorted by this rank's experts; weights fp32 [R], counts: rows per
+        expert.
+        """
         ends = counts.cumsum(0).to(torch.int32)
         hidden = clamped_swiglu(self.linear("w1", rows, ends), self.linear("w3", rows, ends), self.limit, weights)
         return self.linear("w2", hidden, ends)
@@ -137,8 +143,9 @@ class Experts(Watched):
     def _weighted_elsewhere(
         self, rows: Tensor, weights: Tensor, moved: RowCounts, experts: Tensor, combine: bool
     ) -> Tensor:
-        """`_weighted` for rows in the order of all experts, each computed on the rank that holds its expert: the rows
-        are sent with their weights and expert ids, then the results come back. Nothing is dropped, whatever the counts.
+        """As `_weighted`, for rows sorted by all experts: each row is processed on the rank that holds its expert. The
+        ranks exchange the rows with their weights and expert ids, and then the results. No token is dropped, whatever
+        the counts are.
         """
         ranks, local = self.shard.ranks, len(self.shard)
         counts, send, receive = moved
@@ -146,7 +153,7 @@ class Experts(Watched):
         rows, tags = exchange((rows, tags), send, receive, ranks)
         announced = torch.arange(local, device=rows.device).repeat(ranks.size)
         announced = announced.repeat_interleave(counts.flatten(), output_size=len(rows))
-        order = announced.argsort(stable=True)  # from rank-major to expert-major
+        order = announced.argsort(stable=True)  # from sorted by rank to sorted by expert
         place = _inverse(order)
         y = self._weighted(_Dispatch.apply(rows, order, place, 1), tags[:, 0].index_select(0, order), counts.sum(0))
         y = _Combine.apply(y, order, place, 1, combine)
@@ -165,7 +172,7 @@ class Experts(Watched):
 
 
 class SharedExpert(nn.Module):
-    """The expert every token gets; the same clamped SwiGLU without a routing weight."""
+    """The shared expert, which every token uses: a clamped SwiGLU without routing weight."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -180,7 +187,9 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared expert, with the statistics that balancing needs."""
+    """The MoE sublayer: the routed experts and the shared expert. It also returns the routing, which load balancing
+    needs.
+    """
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
@@ -191,53 +200,61 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None, first: MoEFirstPass | None = None
     ) -> tuple[Tensor, Routing]:
-        """x [T, d] -> ([T, d], routing). replay: see `Gate`; first: in recomputation, what the first pass left. The
-        routing is returned, not stored, so that a recomputed block counts nothing twice.
+        """Returns the output [T, d] for x [T, d], and the routing. replay: see `Gate`; first: the results of the first
+        pass, given in recomputation. The routing is returned and not stored, so that recomputation does not count
+        tokens twice.
         """
         routing = self.gate(x, layout.image, replay, first)
         if first is None and self.ranks.size > 1:
             load = routing.load.sum(0).view(self.ranks.size, -1)
             routing = routing._replace(rows=exchange_counts(load, self.ranks))
-        if first is not None and first.output is not None:  # the backward needs what happens inside both, but no result
+        if (
+            first is not None and first.output is not None
+        ):  # the backward pass needs tensors saved inside both calls, but not their results
             self.experts(x, routing, combine=False), self.shared_experts(x)
             return first.output, routing
         y = self.experts(x, routing) + self.shared_experts(x).float()
         return y.to(x.dtype), routing
 
     def first_pass(self, routing: Routing, output: Tensor, keep_combined: bool) -> MoEFirstPass:
-        """For a recomputation. The output [T, d] is kept if other ranks compute a part of it and `keep_combined`."""
+        """The results that a recomputation of this layer reuses. The output [T, d] is included if `keep_combined` is
+        set and the experts are split over ranks.
+        """
         keep = keep_combined and self.ranks.size > 1
         return MoEFirstPass(routing.indices, routing.load, routing.rows, output.detach() if keep else None)
 
 
 def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: int) -> None:
-    """Raise ValueError unless `routing` [B, S, layers, k] names, for every token and layer, k different experts or none
-    (-1: not recorded).
+    """Raise ValueError if `routing` [B, S, layers, k] does not contain, for every token and layer, either k different
+    experts or k times -1 (not recorded).
     """
     k, experts = config.num_experts_per_tok, config.n_routed_experts
     shape = (rows, row_length, config.num_hidden_layers, k)
     if tuple(routing.shape) != shape or routing.is_floating_point():
-        raise ValueError(f"routing must be whole numbers {list(shape)}, got {routing.dtype} {list(routing.shape)}")
+        raise ValueError(f"routing must be an integer tensor {list(shape)}, got {routing.dtype} {list(routing.shape)}")
     ordered = routing.sort(-1).values
     recorded = ordered[..., -1] >= 0
     wrong = recorded & ((ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(-1))
     if bool(wrong.any()) or bool(((routing < -1) | (routing >= experts)).any()):
-        raise ValueError(f"routing must name {k} different experts of 0..{experts - 1} for a token, or {k} times -1")
+        raise ValueError(
+            f"routing must contain {k} different experts of 0..{experts - 1} for each token, or {k} times -1"
+        )
 
 
 def count_load(indices: Tensor, image: Tensor | None, experts: int) -> Tensor:
-    """`Routing.load` of indices [T, k], image bool [T] or None."""
+    """Compute `Routing.load` for the chosen experts indices [T, k]; image is bool [T] or None."""
     cell = indices if image is None else indices + experts * image[:, None]
     return count_ids(cell, 2 * experts).view(2, experts)
 
 
 def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Tensor:
-    """Sequence-level balance loss summed over layers and tokens: in each layer the sum over documents of
-    length * sum_e f_e P_e (DeepSeek-V3 form).
+    """The sequence-level balance loss, summed over layers and tokens: for each layer, the sum over documents of length
+    * sum_e f_e P_e (as in DeepSeek-V3).
 
-    f_e = E/(k*T) * count_e and P_e = mean over the document of score_e / sum_e score_e; a document counts by its
-    length (our choice: packing then does not change the loss of a text). 0-d fp32; the gradient flows through P only.
-    In a chunk, counts are summed over the ranks that share a document, the loss is that of the chunk's tokens.
+    f_e is E/(k*T) * count_e and P_e is the mean over the document of score_e / sum_e score_e. A document is weighted by
+    its length, which is our choice, so that packing does not change the loss of a text. The result is 0-d fp32, and
+    only P has a gradient. Under context parallelism, counts are summed over the ranks that share a document, and the
+    loss is that of this rank's tokens.
     """
     experts, k = routings[0].scores.shape[1], routings[0].indices.shape[1]
     documents = layout.document_lengths.shape[0]
@@ -254,22 +271,22 @@ def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Ten
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """rows [R, in] in group order, weight [E, out, in], ends int32 [E] (running ends) -> [R, out], in the autocast
-    dtype if one is on.
+    """Multiply rows [R, in], sorted by group, by the weight [E, out, in] of their group; ends int32 [E] holds the end
+    of each group. Returns [R, out], in the autocast dtype if autocast is on.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
     if isinstance(weight, PackedWeight):
         return packed_grouped_linear(rows, weight, ends)
-    if not len(rows):  # without rows the grouped product has no backward; this one gives zeros
+    if not len(rows):  # the grouped product has no backward pass for zero rows; this product gives zero gradients
         return F.linear(rows, weight[0])
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]], computed in fp32, returned in gate's
-    dtype.
+    """Compute silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] in fp32; the result has the dtype
+    of gate.
     """
     if in_triton(gate):
         from model.kernels import moe as kernels
@@ -306,8 +323,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """[T, d] -> [T*k, d] in expert order; the gradient is summed over a token's k copies in a fixed order. token int64
-    [T*k]: whose copy each row is; place int64 [T*k]: the row of each token's first, second, ... copy.
+    """Copies tokens [T, d] to rows [T*k, d] sorted by expert; the gradient is summed over the k copies of a token in a
+    fixed order. token int64 [T*k]: the token of each row; place int64 [T*k]: the rows of each token's first, second,
+    ... copy.
     """
 
     @staticmethod
@@ -322,8 +340,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The transpose of _Dispatch: [T*k, d] in expert order -> [T, d]. Without `combine` [0, d], for a recomputation
-    that has the result and only needs the same tensors to be saved.
+    """The transpose of `_Dispatch`: sums the rows [T*k, d], sorted by expert, to tokens [T, d]. With `combine=False`,
+    which a recomputation uses if it already has the result, it returns [0, d] and only saves the same tensors for the
+    backward pass.
     """
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""What the usual ways of writing it would make a GPU's host wait for: constants from lists, counts, checks."""
+"""Constants, counts and checks without host-device synchronisation, which the usual PyTorch functions for them would
+cause.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from torch import Tensor, nn
 
 
 class Constant:
-    """Numbers that are needed as a tensor on the devices of other tensors; made once a device."""
+    """A constant tensor that is created once on each device where it is needed."""
 
     def __init__(self, values: Sequence[Any], dtype: torch.dtype):
         self._values, self._dtype = values, dtype
         self._made: dict[torch.device, Tensor] = {}
 
     def on_device_of(self, x: Tensor) -> Tensor:
-        """The tensor, which nobody may write to, on the device of x."""
-        if type(x) not in (Tensor, nn.Parameter):  # a fake tensor, of which none may outlive its mode
+        """The constant on the device of x; the returned tensor must not be modified."""
+        if type(x) not in (Tensor, nn.Parameter):  # a fake tensor, which must not be kept after its mode ends
             return self._make(x.device)
         if x.device not in self._made:
             self._made[x.device] = self._make(x.device)
@@ -29,25 +31,30 @@ class Constant:
 
 
 def count_ids(ids: Tensor, size: int) -> Tensor:
-    """int64 [size]: how often each of 0..size-1 occurs in ids. Exact, since integers add up in any order."""
+    """The number of occurrences of each of 0..size-1 in ids, int64 [size]. The result is deterministic, because integer
+    sums do not depend on the order.
+    """
     ids = ids.flatten()
     return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
 
 
 class Watched(nn.Module):
-    """A module that checks what other ranks send. What it finds stays on the device until `raise_faults` reads it.
+    """A module that checks the data received from other ranks. The result of a check stays on the device until
+    `raise_faults` reads it.
 
-    fault int64 [5]: of the first check that failed since then, wrong rows, rows, and three numbers that `complain` puts
-    into words; None: nothing was checked.
+    fault int64 [5]: describes the first failed check since the last `raise_faults`, by the number of wrong rows, the
+    number of rows, and three values that `complain` turns into a message. None if nothing was checked.
     """
 
     fault: Tensor | None = None
 
     def note(self, wrong: Tensor, *evidence: Tensor) -> None:
-        """wrong bool [R], evidence: up to three int64 [R], of which the first wrong row is kept."""
+        """Record the result of a check: wrong bool [R] marks the wrong rows. evidence: up to three int64 [R], whose
+        values at the first wrong row are recorded.
+        """
         if not len(wrong):
             return
-        at = wrong.int().argmax().reshape(1)  # the first, if there is any
+        at = wrong.int().argmax().reshape(1)  # the first wrong row, if there is one
         rest = [wrong.new_zeros(3 - len(evidence), dtype=torch.int64)] if len(evidence) < 3 else []
         size = torch.full_like(at, len(wrong))
         found = torch.cat([wrong.sum().reshape(1), size, *(x.index_select(0, at) for x in evidence), *rest])
@@ -58,8 +65,8 @@ class Watched(nn.Module):
 
 
 def raise_faults(model: nn.Module) -> None:
-    """Raise RuntimeError if what other ranks sent since the last call was not what they had announced. Waits for the
-    device: once a step.
+    """Raise RuntimeError if data received from other ranks since the last call did not match the announced counts. This
+    synchronises with the device, so it is called once per step.
     """
     found = [(m, m.fault) for m in model.modules() if isinstance(m, Watched) and m.fault is not None]
     if not found:

@@ -1,4 +1,4 @@
-"""RMSNorm, computed in fp32 and cast back. Shapes: any, normalised over the last axis, d."""
+"""RMSNorm over the last axis of a tensor of any shape, computed in fp32 and cast back to the input's dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from model.kernels.switch import in_triton
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis. The backbone uses eps 1e-20, the vision tower 1e-6."""
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight. The backbone uses eps 1e-20, the vision tower
+    1e-6.
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()

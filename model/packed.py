@@ -1,10 +1,12 @@
-"""Frozen weights kept as they are stored: codes and scales, unpacked where they are used.
+"""Frozen weights that are kept in memory in their quantised form (codes and scales), and unpacked whenever they are
+used.
 
-A `PackedWeight` stands in the place of a parameter of a quantised checkpoint (released.py says which weight has which
-packing). It has the logical shape and dtype of the values, so that `nn.Linear`, adapters of `peft`, autocast and
-recomputation work as they do on plain weights. A product unpacks the matrix in the forward and again in the backward:
-autograd saves the bytes, never the values. A look-up unpacks only the rows that it reads. The values are bit for bit
-those of a full read, so losses and the gradients of adapters are too.
+A `PackedWeight` replaces a parameter of a quantised checkpoint (released.py defines the packing of each weight). It has
+the shape and dtype of the unpacked values, so that `nn.Linear`, adapters of `peft`, autocast and activation
+checkpointing work as with plain weights. A matrix product unpacks the matrix in the forward pass and again in the
+backward pass, and autograd saves only the packed form. An embedding look-up unpacks only the rows that it reads. The
+unpacked values are bit for bit those of an unpacked checkpoint, and therefore so are losses and the gradients of
+adapters.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ aten = torch.ops.aten
 
 
 class PackedWeight(Tensor):
-    """A frozen weight [rows, columns], or a stack [experts, rows, columns] of them, as codes and scales.
+    """A frozen weight [rows, columns], or a stack [experts, rows, columns] of weights, in the form of codes and scales.
 
-    codes, scale: as `Packing` describes them, for a stack with the experts in front. dtype: of the values, fp32 or
-    bf16 (both hold them exactly). A transposed matrix is the same bytes with `transposed` set.
+    codes, scale: in the format of `Packing`; for a stack, the first axis is the experts. dtype: the dtype of the
+    unpacked values, fp32 or bf16 (both represent them exactly). A transposed matrix has the same codes and scales, with
+    `transposed` set.
     """
 
     codes: Tensor
@@ -60,23 +63,23 @@ class PackedWeight(Tensor):
         return cls(inner["codes"], inner["scale"], packing, dtype, transposed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Frozen weights are shared between copies of a model."""
+        """Returns the weight itself, because frozen weights are shared between copies of a model."""
         return self
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """The number of bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
     def values(self) -> Tensor:
-        """The plain weight."""
+        """The unpacked weight."""
         if self.codes.dim() == 3:
             return torch.stack([self.of_expert(expert) for expert in range(len(self.codes))])
         found = unpack(self.codes, self.scale, self.packing).to(self.dtype).contiguous()
         return found.t() if self.transposed else found
 
     def of_expert(self, expert: int) -> Tensor:
-        """The plain matrix [rows, columns] of one expert of a stack."""
+        """The unpacked matrix [rows, columns] of one expert of a stack."""
         return unpack(self.codes[expert], self.scale[expert], self.packing).to(self.dtype).contiguous()
 
     def rows(self, index: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def _index_select(weight: PackedWeight, dim: int, index: Tensor) -> Tensor:
 def _slice(
     weight: PackedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """Whole tiles of rows, still packed."""
+    """A slice of whole tiles of rows, which stays packed."""
     rows, height = slice(start, end, step).indices(weight.shape[dim]), weight.packing.tile_rows
     first, stop, _ = rows
     if weight.dim() != 2 or dim or step != 1 or weight.transposed or first % height:
@@ -153,7 +156,7 @@ def _new_empty(weight: PackedWeight, size: list[int], *, dtype: Any = None, devi
 
 
 def _select(weight: PackedWeight, dim: int, index: int) -> Tensor:
-    """One expert of a stack, still packed."""
+    """The weight of one expert of a stack, which stays packed."""
     if weight.dim() == 3 and dim == 0:
         return weight._like(codes=weight.codes[index], scale=weight.scale[index])
     return weight.values().select(dim, index)
@@ -175,12 +178,12 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def frozen(codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A parameter that is never trained, kept as its bytes."""
+    """A parameter that is kept packed and never trained."""
     return torch.nn.Parameter(PackedWeight(codes, scale, packing, dtype), requires_grad=False)
 
 
 def empty_packed(shape: torch.Size, packing: Packing, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Room for a packed weight, or a stack of them, of this logical shape."""
+    """Allocate a packed weight, or a stack of packed weights, whose unpacked values have the given shape."""
     *stack, rows, columns = shape
     codes = torch.empty(*stack, *packing.codes_shape(rows, columns), dtype=packing.codes, device=device)
     scale = torch.empty(*stack, *packing.scale_shape(rows, columns), dtype=torch.float8_e8m0fnu, device=device)
@@ -189,7 +192,9 @@ def empty_packed(shape: torch.Size, packing: Packing, dtype: torch.dtype, device
 
 @contextmanager
 def packed_weights_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is without its packed weights: for code that goes over all parameters and writes to them."""
+    """A context manager that removes the packed weights from `model` during its body, for code that writes to all
+    parameters.
+    """
     found = [
         (module, name, parameter)
         for module in model.modules()
@@ -206,17 +211,17 @@ def packed_weights_aside(model: nn.Module) -> Iterator[None]:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """Bytes that a weight takes, packed or plain."""
+    """The number of bytes that a packed or plain weight occupies."""
     return tensor.packed_bytes if isinstance(tensor, PackedWeight) else tensor.numel() * tensor.element_size()
 
 
 def holds_packed(model: nn.Module) -> bool:
-    """Whether some weights of the model are kept packed."""
+    """Whether at least one weight of the model is kept packed."""
     return any(isinstance(parameter, PackedWeight) for parameter in model.parameters())
 
 
 def packed_grouped_linear(rows: Tensor, weight: PackedWeight, ends: Tensor) -> Tensor:
-    """`model.moe.grouped_linear` with a packed stack: an expert's matrix is unpacked for its own rows alone."""
+    """`model.moe.grouped_linear` for a packed stack of experts, which unpacks the matrix of one expert at a time."""
     return _GroupedLinear.apply(rows, weight, ends)
 
 
@@ -241,7 +246,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def packed_block_linear(x: Tensor, weight: PackedWeight, groups: int) -> Tensor:
-    """`model.attention.GroupedLinear` with a packed weight: x [T, groups, in] -> [T, groups, out]."""
+    """`model.attention.GroupedLinear` for a packed weight: maps x [T, groups, in] to [T, groups, out]."""
     return _BlockLinear.apply(x, weight, groups)
 
 

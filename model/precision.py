@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Run `function` with autocast off, on the device of its first tensor argument.
+    """Decorate `function` so that it runs with autocast off on the device of its first tensor argument.
 
-    Under autocast a product of fp32 tensors would be taken in bf16 behind the code's back.
+    Under autocast, a matrix product of fp32 tensors would silently be computed in bf16.
     """
 
     @wraps(function)

@@ -1,15 +1,17 @@
-"""Fake quantisation of the attention state (the forward rounds, the backward passes straight through), its packed
-storage in a cache (`KV_*`), and the packed storage of quantised weights (`pack`, `unpack`; which weight has which
-packing is in released.py).
+"""Quantisation: fake quantisation of the attention state (rounding in the forward pass, identity in the backward pass),
+packed storage of the attention state in a cache (`KV_*`), and packed storage of quantised weights (`pack`, `unpack`;
+released.py defines the packing of each weight).
 
-The attention state uses the three formats of the V4.1 report. Rounding changes which entries the indexer selects, so
-training applies it too:
-  FP8 window KV   groups of 32, UE8M0 scale, E4M3 values
-  MXFP4 indexer   groups of 32, UE8M0 scale, E2M1 values
-  FP4 main KV     groups of 16, E4M3 scale, E2M1 values, no global scale
-The straight-through gradient is the identity, also where a value was clipped.
+The attention state uses three formats of the V4.1 report. Rounding changes the selection of the indexer, so training
+rounds too. The gradient is the identity also for values that were clipped.
 
-Shapes: [..., width] of any kind of state, cut into groups of 16 or 32 along the last axis; [rows, columns] of weights.
+  Window KV (FP8): E4M3 values in groups of 32 with a UE8M0 scale.
+
+  Indexer queries and keys (MXFP4): E2M1 values in groups of 32 with a UE8M0 scale.
+
+  Main KV (FP4): E2M1 values in groups of 16 with an E4M3 scale, without a global scale.
+
+Attention state is [..., width], cut into groups of 16 or 32 values along the last axis; weights are [rows, columns].
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ E4M3_SMALLEST = 2.0**-9  # smallest positive E4M3 value (subnormal)
 
 
 def fake_quant_fp8(x: Tensor) -> Tensor:
-    """E4M3 in groups of 32 along the last axis with a power-of-two scale: the sliding-window KV. Same shape and dtype
-    as `x`.
+    """Round the sliding-window KV to E4M3, in groups of 32 along the last axis with a power-of-two scale. The result
+    has the shape and dtype of `x`.
     """
     return _straight_through(x, "fp8", _fp8)
 
 
 def fake_quant_mxfp4(x: Tensor) -> Tensor:
-    """E2M1 in groups of 32 along the last axis with a power-of-two scale: indexer queries and keys."""
+    """Round indexer queries and keys to E2M1, in groups of 32 along the last axis with a power-of-two scale."""
     return _straight_through(x, "mxfp4", _mxfp4)
 
 
 def fake_quant_fp4(x: Tensor) -> Tensor:
-    """E2M1 in groups of 16 along the last axis with an E4M3 scale: the shared main KV, after rotation."""
+    """Round the shared main KV, after rotation, to E2M1, in groups of 16 along the last axis with an E4M3 scale."""
     return _straight_through(x, "fp4", _fp4)
 
 
@@ -77,8 +79,8 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 def _fp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded fp32 values [..., groups, size] and their scales [..., groups, 1]; the other `_parts` functions
-    return the same for their formats.
+    """The rounded fp32 values [..., groups, size] and the scales [..., groups, 1] of the FP8 format; the other `_parts`
+    functions return the same for other formats.
     """
     groups = _groups(x, 32)
     scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) / E4M3_MAX)
@@ -99,32 +101,33 @@ def _fp4_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives) of every element of an fp32 tensor, ties
-    to the even mantissa, clipped at 6.
+    """Round every element of an fp32 tensor to the nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives),
+    ties to the even mantissa, clipped at 6.
     """
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = x.abs()
-    # spacing of the grid is .5 below 2, 1 below 4, 2 above; dividing by it makes round-half-even the even mantissa
+    # E2M1 values are .5 apart below 2, 1 apart below 4, 2 apart above; after division by this spacing, rounding half to
+    # even picks the even mantissa
     step = (magnitude >= 2).float().add_(1).add_((magnitude >= 4).float(), alpha=2).mul_(0.5)
     return (x / step).round_().mul_(step)
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:
-    """Smallest power of two >= x for positive normal fp32 x, exactly, from the exponent bits."""
+    """The smallest power of two >= x for positive normal fp32 x, computed exactly from the exponent bits."""
     bits = x.contiguous().view(torch.int32)
     exponent = (bits + 0x7FFFFF) & 0x7F800000  # a nonzero mantissa carries into the exponent
     return exponent.view(torch.float32)
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
-    """[..., width] -> [..., ceil(width/size), size]; a partial last group is filled with zeros."""
+    """Reshape [..., width] to groups [..., ceil(width/size), size]; a partial last group is padded with zeros."""
     if x.shape[-1] % size:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
     return x.unflatten(-1, (-1, size))
 
 
 def _join(values: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """values * scale (computed in place), with the groups joined again to the shape of `like`."""
+    """Compute values * scale in place, and join the groups to the shape of `like`."""
     return values.mul_(scale).flatten(-2)[..., : like.shape[-1]].reshape(like.shape)
 
 
@@ -141,11 +144,11 @@ class KVFormat(NamedTuple):
     scale: torch.dtype
 
     def widths(self, width: int) -> tuple[int, int]:
-        """(elements of the codes, elements of the scales) of a row with `width` values."""
+        """The number of elements of the codes and of the scales, for a row with `width` values."""
         return (-(-width // 2) if self.codes == torch.uint8 else width), -(-width // self.size)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, width], before or after fake quantisation -> (codes, scales)."""
+        """Pack x [N, width], before or after fake quantisation, to (codes, scales)."""
         values, scale = self.parts(x.float())
         values = values.flatten(-2)[..., : x.shape[-1]]
         if self.codes == torch.uint8:
@@ -171,15 +174,16 @@ KV_MAIN = KVFormat(fake_quant_fp4, _fp4_parts, 16, torch.uint8, torch.float8_e4m
 
 
 def main_kv_format(kv_quant: bool) -> KVFormat | None:
-    """The format of the main KV, or None if it is not quantised. Training (fake quantiser) and the cache (packed
-    storage) both ask this function, so that they cannot disagree.
+    """The format of the main KV, or None if it is not quantised. Training (fake quantisation) and the cache (packed
+    storage) both call this function, so that they use the same format.
     """
     return KV_MAIN if kv_quant else None
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a quantised matrix is stored: `codes`, and one UE8M0 scale for every tile of `tile_rows` x 32 entries.
+    """The storage format of a quantised matrix: codes of dtype `codes`, and one UE8M0 scale for every tile of
+    `tile_rows` x 32 entries.
 
     float8_e4m3fn codes have the matrix's shape. int8 codes hold two E2M1 values a byte, the even column in the low
     nibble. Tiles at the right and lower edge may be partial.
@@ -189,7 +193,9 @@ class Packing:
     tile_rows: int
 
     def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the codes of a [rows, columns] matrix. Raises ValueError for an odd number of E2M1 columns."""
+        """The shape of the codes of a [rows, columns] matrix. Raises ValueError for an odd number of columns of E2M1
+        values.
+        """
         if self.codes != torch.int8:
             return rows, columns
         if columns % 2:
@@ -197,7 +203,7 @@ class Packing:
         return rows, columns // 2
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the scales of a [rows, columns] matrix: one for each tile."""
+        """The shape of the scales of a [rows, columns] matrix, with one scale for each tile."""
         return -(-rows // self.tile_rows), -(-columns // 32)
 
 
@@ -207,13 +213,13 @@ FP4_ROWS = Packing(torch.int8, 1)
 
 
 def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise a finite [rows, columns] matrix: (codes, scale float8_e8m0fnu).
+    """Quantise a [rows, columns] matrix of finite values; returns (codes, scales float8_e8m0fnu).
 
-    A tile's scale is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), amax not below 1e-4 and
-    6 * 2^-126, as in the fake quantisers above. `kept`: the scales with which the matrix was stored before. A tile that
-    its old scale represents without loss keeps it, so that unchanged weights are written with unchanged bytes. The rule
-    alone does not ensure that: where rounding has lowered amax to half of the range, it chooses half the scale for the
-    same values, and the old scale may come from another rule.
+    The scale of a tile is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), where amax is at least
+    1e-4 and 6 * 2^-126 respectively, as in the fake quantisers above. `kept`: the scales with which the matrix was
+    stored before. A tile that its old scale represents exactly keeps this scale, so that unchanged weights are written
+    with unchanged bytes. The rule alone does not ensure this: if rounding has lowered amax to half of the range, the
+    rule gives half of the old scale for the same values, and the old scale may have been computed by another rule.
     """
     limit, floor = (E2M1_MAX, E2M1_MAX * 2.0**-126) if packing.codes == torch.int8 else (E4M3_MAX, 1e-4)
     tiles = _tiles(matrix.float(), packing.tile_rows)
@@ -228,8 +234,8 @@ def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[
 
 
 def unpack(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
-    """The fp32 matrix [rows, columns] that codes and scale represent. It is exact, because codes have at most four
-    significant bits and scales are powers of two.
+    """The fp32 matrix [rows, columns] that codes and scales represent. The fp32 values are exact, because codes have at
+    most four significant bits and scales are powers of two.
     """
     values = _split_nibbles(codes) if packing.codes == torch.int8 else codes.float()
     tiles = _tiles(values, packing.tile_rows) * scale.float()[:, None, :, None]
@@ -237,7 +243,7 @@ def unpack(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
 
 
 def _tiles(matrix: Tensor, tile_rows: int) -> Tensor:
-    """[rows, columns] -> [tiles down, tile_rows, tiles across, 32]; partial tiles are filled with zeros."""
+    """Reshape [rows, columns] to [tiles down, tile_rows, tiles across, 32]; partial tiles are padded with zeros."""
     rows, columns = matrix.shape
     matrix = torch.nn.functional.pad(matrix, (0, -columns % 32, 0, -rows % tile_rows))
     return matrix.unflatten(1, (-1, 32)).unflatten(0, (-1, tile_rows))
@@ -252,20 +258,23 @@ def _round(x: Tensor, packing: Packing) -> Tensor:
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _STEPS = Constant(_LEVELS[1:], torch.float32)
-# The value of each nibble, and the two values of each byte: one table look-up a byte, since decoding reads many bytes.
+# The value of each nibble, and the two values of each byte. Decoding does one table look-up per byte, because it reads
+# many bytes.
 _NIBBLES = (*_LEVELS, *(-level for level in _LEVELS))
 _PAIRS = Constant([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)], torch.float32)
 
 
 def _join_nibbles(x: Tensor) -> Tensor:
-    """E2M1 values fp32 [rows, columns] -> int8 [rows, columns / 2]; a nibble is sign, two exponent bits, mantissa."""
+    """Pack E2M1 values fp32 [rows, columns] to int8 [rows, columns / 2]; a nibble consists of a sign bit, two exponent
+    bits and a mantissa bit.
+    """
     steps = _STEPS.on_device_of(x)
     nibble = torch.bucketize(x.abs(), steps, right=True, out_int32=True) + 8 * torch.signbit(x).int()
     return (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8).view(torch.int8)
 
 
 def _split_nibbles(codes: Tensor) -> Tensor:
-    """The inverse of `_join_nibbles`: [..., columns / 2] -> fp32 [..., columns]."""
+    """The inverse of `_join_nibbles`: unpacks [..., columns / 2] to fp32 [..., columns]."""
     bytes = codes.contiguous().view(torch.uint8).flatten()
     values = _PAIRS.on_device_of(codes).index_select(0, bytes.int())
     return values.view(*codes.shape[:-1], 2 * codes.shape[-1])

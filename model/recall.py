@@ -1,4 +1,4 @@
-"""How well the indexers select, measured against dense attention. Shapes: T tokens, N entry slots, K `index_topk`."""
+"""Measures how well the indexers select entries, compared with dense attention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from model.layout import build_layout
 def indexer_recall(
     model: DeepseekV41, batch: dict[str, Tensor], reduce: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
-    """How much of the best possible attention mass each index source's selection holds: fp32 [index sources], in 0..1.
+    """The recall of each indexer: the attention mass of its selection as a fraction (0..1) of the best possible
+    selection, fp32 [indexers].
 
-    Ground truth is dense attention over all visible entries, in the layers that use the selection (mass summed over
-    heads and layers). Recall of a query: mass on its selected entries over the mass on its true top-k; averaged over
-    the queries that see more than top-k entries (NaN if none does). Quadratic in the batch: for a probe batch. `reduce`
-    completes the sums where each process has a part of it.
+    The reference is dense attention over all visible entries in the layers that use the selection, with the attention
+    mass summed over heads and layers. The recall of a query is the mass on its selected entries divided by the mass on
+    the k entries with the most mass. It is averaged over the queries that see more than k entries (NaN if there are
+    none). The cost is quadratic in the sequence length, so use a small batch. `reduce` sums over processes if each
+    process has a part of the batch.
     """
     text, runtime = model.config.text, model.runtime
     inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -36,7 +38,7 @@ def indexer_recall(
     for source in text.index_source_layer_ids:
         truth = trace.dense_attention_mass[source]
         learned = trace.blocks[source].indexer_loss_inputs
-        assert learned is not None  # an index source has an indexer
+        assert learned is not None  # layers with an indexer have indexer loss inputs
         selected = learned.topk_indices
         seen = layout.entries[text.ratio(source)]
         rows = (seen.visible_to - seen.visible_from > text.index_topk).nonzero().flatten()

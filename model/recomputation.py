@@ -1,8 +1,10 @@
-"""Activation checkpointing of a block: only its inputs are kept, and the backward runs the block again.
+"""Activation checkpointing of a block: only the inputs of the block are kept, and the backward pass runs the block
+again.
 
-What a block selects, what it receives from other ranks and how many rows it exchanges with them is kept from the first
-pass, as an immutable value, and handed to the second: so recomputation scores nothing, waits for no device, and issues
-the same exchanges in the same order on every rank.
+Some results of the first pass are kept in an immutable value and reused by the recomputation: the entries and experts
+that the block selected, the entries that it received from other ranks, and the number of rows that it exchanged with
+them. Recomputation therefore scores no entries again, does not synchronise with the device, and makes the same
+exchanges in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class State(Protocol):
 
 
 class Checkpointable(Protocol):
-    """What a block returns: a NamedTuple with a field `first_pass`, detached from the graph, for its recomputation."""
+    """The interface of a block's output: a NamedTuple whose field `first_pass` holds, detached from the graph, the
+    results that a recomputation reuses.
+    """
 
     @property
     def first_pass(self) -> Any: ...

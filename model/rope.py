@@ -1,6 +1,7 @@
-"""Rotary position embedding: adjacent pairs, fp32 complex multiply, on the last `qk_rope_head_dim` channels.
+"""Rotary position embedding (RoPE) of the last `qk_rope_head_dim` channels: adjacent channels are pairs, rotated by an
+fp32 complex multiplication.
 
-Shapes: T tokens, rope = `qk_rope_head_dim`, D channels of a head; phasors are [T, rope/2].
+In shapes, T is the number of tokens, rope = `qk_rope_head_dim`, and D the channels of a head; phasors are [T, rope/2].
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from model.kernels.switch import in_triton
 
 
 def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
-    """fp32 [rope/2] angular frequency of each pair.
+    """The angular frequency of each pair of channels, fp32 [rope/2].
 
-    Window-only layers use `rope_theta` as it is; compressed layers use `compress_rope_theta` with YaRN: frequencies
-    that turn fewer than beta_slow times over the original context are divided by `factor`, those above beta_fast are
-    kept, with a linear ramp between (V4.1 released configuration).
+    Window layers use `rope_theta` without interpolation. Layers with compressed KV use `compress_rope_theta` with YaRN
+    (V4.1 released configuration): frequencies with fewer than beta_slow rotations over the original context length are
+    divided by `factor`, those with more than beta_fast rotations are kept, and those between are interpolated linearly.
     """
     dim = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta
@@ -40,13 +41,15 @@ def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
 
 
 def rotations(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """complex64 [T, rope/2]: unit phasors of int64 positions [T]."""
+    """The rotations of int64 positions [T] as complex numbers of absolute value 1, complex64 [T, rope/2]."""
     angles = positions.float()[:, None] * inv_freq.to(positions.device)[None, :]
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(x: Tensor, phasors: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last 2*phasors.shape[-1] channels of x [T, ..., D] by phasors [T, rope/2]; `inverse` turns back."""
+    """Rotate the last 2*phasors.shape[-1] channels of x [T, ..., D] by phasors [T, rope/2]; `inverse` rotates in the
+    opposite direction.
+    """
     if in_triton(x):
         from model.kernels import rope as kernels
 
@@ -55,7 +58,7 @@ def rotate(x: Tensor, phasors: Tensor, inverse: bool = False) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """One copy and one complex multiply; the gradient is the rotation by the conjugate."""
+    """Rotates with one copy and one complex multiplication; the gradient is rotated by the conjugate."""
 
     @staticmethod
     def forward(ctx, x: Tensor, phasors: Tensor) -> Tensor:

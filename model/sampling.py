@@ -1,7 +1,7 @@
-"""Sampling tokens from logits, with random numbers that depend only on a seed and a position; and the acceptance rule
-of speculative decoding.
+"""Samples tokens from logits with random numbers that depend only on a seed and a position, and implements the
+acceptance rule of speculative decoding.
 
-Shapes: B sequences, V vocabulary, n drafts of a sequence.
+In shapes, B is the number of sequences, V the vocabulary size and n the number of drafts of a sequence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DRAFTED, ACCEPTED, REPLACED = 1, 2, 3  # values of `uniform`'s purpose; 0 draws a token from the model itself
+DRAFTED, ACCEPTED, REPLACED = (
+    1,
+    2,
+    3,
+)  # values of the argument `purpose` of `uniform`; 0 is for drawing a token from the model
 
 
 def uniform(seed: int, position: int, purpose: int = 0) -> float:
@@ -33,7 +37,7 @@ def _mixed(x: int) -> int:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their log-probabilities fp64 [B].
+    """Draw one token for each sequence: returns tokens int64 [B] and their log-probabilities fp64 [B].
 
     logits fp32 [B, V]; temperature [B] (0 = greedy); top_p [B]; u fp64 [B] in [0, 1), a uniform random number for each
     row, at which its cumulative distribution is inverted. Raises FloatingPointError for NaN or infinite logits.
@@ -45,8 +49,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
 
 
 def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """The log-probabilities fp64 [B, V] that tokens are drawn from; for greedy rows those at temperature 1. Arguments
-    and errors as for `draw`.
+    """The log-probabilities fp64 [B, V] from which tokens are drawn; for greedy rows, those at temperature 1. Arguments
+    and errors are as in `draw`.
     """
     temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
     greedy = temperature == 0
@@ -54,12 +58,14 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
     broken = int(log_p.isnan().any(-1).sum())
     if broken:
         raise FloatingPointError(
-            f"the logits of {broken} of {len(logits)} sequences hold NaN or infinity; no token can be drawn"
+            f"the logits of {broken} of {len(logits)} sequences contain NaN or infinity, so no token can be drawn"
         )
     if bool((top_p < 1).any()):
         ranked = log_p.sort(-1, descending=True)
         p = ranked.values.exp()
-        behind = p.cumsum(-1) - p >= top_p[:, None]  # likelier tokens already reach top_p
+        behind = (
+            p.cumsum(-1) - p >= top_p[:, None]
+        )  # tokens that are not needed, because more likely tokens already reach top_p
         behind[:, 0] = False
         cut = torch.zeros_like(behind).scatter(1, ranked.indices, behind) & ~greedy[:, None]
         log_p = log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
@@ -84,8 +90,8 @@ def verify(
     seeds: Sequence[int],
     places: Sequence[int],
 ) -> list[tuple[list[int], list[float]]]:
-    """For every sequence, the accepted tokens and their log-probabilities: its drafts up to the first rejected one,
-    then one token from the model itself.
+    """Apply the acceptance rule of speculative decoding: returns for every sequence its tokens and their
+    log-probabilities. These are the drafts before the first rejected one, followed by one token from the model.
 
     A draft x drawn from the drafter's distribution q is accepted with probability min(1, p(x) / q(x)), where p is the
     model's distribution. A rejected draft is replaced by a token drawn from max(p - q, 0), normalised. Every token then
@@ -103,7 +109,7 @@ def verify(
     log_p, best = log_distribution(logits, temperature[owner], top_p[owner]), logits.argmax(-1)
     greedy, passed = (temperature == 0).to(device), (slot[:-1] < number[:, None]).to(device)
     drafts = drafts[:, :most]
-    # the row of logits for each draft, and for the token after them; arbitrary at padding
+    # the row of logits for each draft and for the token after the drafts; arbitrary at padding
     row = (start[:, None] + slot.to(device)).clamp(max=len(logits) - 1)
     log_q = log_distribution(
         draft_logits[:, :most].flatten(0, 1), *(x.repeat_interleave(most) for x in (temperature, top_p))
@@ -118,7 +124,7 @@ def verify(
     weights = log_p[last].exp()
     at = accepted.clamp(max=max(most - 1, 0))
     left = (weights - log_q[torch.arange(len(counts), device=device), at].exp()).clamp(min=0) if most else weights
-    # nothing is left if p equals q up to rounding: then draw from p
+    # max(p - q, 0) is zero everywhere if p equals q up to rounding; then draw from p
     weights = torch.where((rejected & left.any(1))[:, None], left, weights)
     own, replaced = (_numbers(seeds, places, most + 1, purpose).to(device) for purpose in (0, REPLACED))
     u = torch.where(rejected[:, None], replaced, own).gather(1, accepted[:, None]).squeeze(1)

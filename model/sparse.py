@@ -1,15 +1,16 @@
-"""Attention over a sliding window and selected compressed entries: the plain reference and the linear-cost path, side
-by side.
+"""Attention over a sliding window and selected compressed entries: a plain reference implementation, and an
+implementation with linear cost in the sequence length.
 
-Both compute, for query t and head h over the keys k in its window and its selected entries (key = value, one KV head),
-    p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)),   out = sum_k p k
-in fp32 softmax. Shapes: T tokens, H heads, D head dim, N entry slots, K selected entries, W window.
+For each query and head h, both compute p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)) and out = sum_k p
+k, with an fp32 softmax. The keys k are those in the query's window and its selected entries; there is one KV head, and
+keys are also the values. In shapes, T is the number of tokens, H the number of heads, D the head dimension, N the
+number of entry slots, K the number of selected entries and W the window size.
 
-`gathered_attention` is the same for queries that bring their keys (decoding, drafting).
+`gathered_attention` computes the same if each query has its own tensor of keys (in decoding and drafting).
 
 `dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
-gives each block the C + W keys it can see and its own gathered entries, and recomputes the probabilities in the
-backward: O(T * (W + K)) time, O(T) memory, nothing of size T x T or T x N.
+gathers for each block the C + W keys that it can see and its selected entries, and recomputes the probabilities in the
+backward pass. It takes O(T * (W + K)) time and O(T) memory, and makes no matrix of size T x T or T x N.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import Tensor
 from model.kernels.switch import in_triton
 from model.precision import without_autocast
 
-# Scores in memory at once. Small enough for a CPU's cache, large enough to keep a GPU busy.
+# The number of scores in memory at once: small enough for a CPU's cache, and large enough to use a GPU fully.
 CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 QUERY_BLOCK = 64
 
 
 def chunk_elements(device: torch.device) -> int:
-    """The bound for a device; accelerators other than CUDA count like it."""
+    """The number of scores in memory at once on a device; other accelerators use the number for CUDA."""
     return CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
 
 
@@ -67,7 +68,9 @@ def dense_attention(
 
 
 def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """Softmax over keys and sink; its own column is dropped: dots [T, H, n], hidden bool [T, n] -> fp32 [T, H, n]."""
+    """Softmax of dots [T, H, n] over keys and the attention sink, without the column of the sink: fp32 [T, H, n].
+    hidden bool [T, n] marks masked keys.
+    """
     scores = (dots.float() * scale).masked_fill(hidden[:, None, :], float("-inf"))
     scores = torch.cat([scores, sink.float()[None, :, None].expand(scores.shape[0], -1, 1)], dim=-1)
     return scores.softmax(-1)[..., :-1]
@@ -75,8 +78,8 @@ def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> 
 
 @without_autocast
 def gathered_attention(q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """Every query has keys of its own (decoding, and the drafter's training, which needs its gradients): q [T, H, D],
-    keys [T, n, D], hidden bool [T, n], sink fp32 [H] -> [T, H, D].
+    """Attention in which every query has its own keys, for decoding and for training a drafter: q [T, H, D], keys [T,
+    n, D], hidden bool [T, n] (masked keys), sink fp32 [H]. Returns [T, H, D].
     """
     p = _probabilities(torch.bmm(q, keys.transpose(1, 2)), hidden, sink, scale)
     return torch.bmm(p.to(keys.dtype), keys)
@@ -96,7 +99,7 @@ def dense_attention_mass(
     """The mass that attention over the window and *all* visible entries would put on each entry, summed over heads:
     fp32 [T, N].
 
-    The ground truth for judging a selection; quadratic, for probe batches only.
+    It is the reference for measuring the quality of a selection. The cost is quadratic, so use small batches.
     """
     slot = torch.arange(entries.shape[0], device=q.device, dtype=torch.int32)
     seen = (slot >= visible_from[:, None]) & (slot < visible_to[:, None])
@@ -128,15 +131,17 @@ def sparse_attention(
 
 
 class _Blocks:
-    """Cuts the token axis into query blocks of C with a key span of `before` + C, and blocks into chunks of bounded
-    size.
+    """Cuts the token axis into blocks of C queries, which each see a span of `before` + C keys, and groups the blocks
+    into chunks of bounded size.
     """
 
     def __init__(self, q: Tensor, window: int, selected: int):
         tokens, heads, dim = q.shape
         self.tokens, self.heads, self.dim = tokens, heads, dim
         self.size = min(QUERY_BLOCK, max(16, window))
-        self.before = -(-(window - 1) // self.size) * self.size  # whole blocks, so that key gradients add up block-wise
+        self.before = (
+            -(-(window - 1) // self.size) * self.size
+        )  # a multiple of the block size, so that key gradients can be added block by block
         self.span = self.before + self.size
         self.count = -(-tokens // self.size)
         per_block = self.size * (heads * (self.span + selected) + selected * dim)
@@ -147,17 +152,19 @@ class _Blocks:
         return ((at, min(at + self.step, self.count)) for at in range(0, self.count, self.step))
 
     def pad_queries(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [count*size, ...], zero rows behind the last token."""
+        """Pad [T, ...] to [count*size, ...] with zero rows after the last token."""
         missing = self.count * self.size - self.tokens
         return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
     def pad_keys(self, x: Tensor) -> Tensor:
-        """[h + T, D] -> [before + count*size, D] with zero rows on both sides."""
+        """Pad [h + T, D], which includes h keys before the first query, to [before + count*size, D] with zero rows on
+        both sides.
+        """
         halo = x.shape[0] - self.tokens
         return F.pad(x, (0, 0, self.before - halo, self.count * self.size - self.tokens))
 
     def key_spans(self, padded: Tensor, start: int, stop: int) -> Tensor:
-        """Overlapping view [blocks, span, D] of padded keys."""
+        """A view [blocks, span, D] of padded keys, in which the spans of blocks overlap."""
         row = padded.stride(0)
         return padded.as_strided(
             (stop - start, self.span, padded.shape[1]),
@@ -166,7 +173,7 @@ class _Blocks:
         )
 
     def hidden(self, window_start: Tensor, start: int, stop: int) -> Tensor:
-        """bool [blocks, C, 1, span]: key is outside the query's window. `window_start` is padded."""
+        """A mask bool [blocks, C, 1, span], true if a key is outside the query's window. `window_start` is padded."""
         query = torch.arange(start * self.size, stop * self.size, device=window_start.device).view(-1, self.size, 1)
         block = torch.arange(start, stop, device=window_start.device)[:, None, None] * self.size
         key = block - self.before + torch.arange(self.span, device=window_start.device)
@@ -205,7 +212,7 @@ class _SparseAttention(torch.autograd.Function):
         chunks = _Chunks(q, window_kv, window_start, entries, topk_indices, sink, ctx.scale, ctx.window)
         blocks, scratch = chunks.blocks, chunks.scratch
         d_out = blocks.pad_queries(d_out.contiguous())
-        delta = (d_out.float() * out.float()).sum(-1)  # [T, H]: what the softmax gradient subtracts
+        delta = (d_out.float() * out.float()).sum(-1)  # [T, H]: the term that the softmax gradient subtracts
         d_sink = -(torch.exp(sink.float() - lse) * delta)[: blocks.tokens].sum(0)
         d_q = torch.empty_like(chunks.q)
         d_window = torch.zeros_like(chunks.keys, dtype=torch.float32)
@@ -219,7 +226,9 @@ class _SparseAttention(torch.autograd.Function):
             d_near = d_near.sub_(delta[rows].view(near.shape[0], -1, 1)).mul_(near).to(q.dtype)
             d_keys = scratch.bmm("d_keys", d_near.transpose(1, 2), q_block)
             d_keys.baddbmm_(near.to(q.dtype).transpose(1, 2), g_block, beta=ctx.scale)
-            for piece in range(blocks.span // blocks.size):  # spans overlap: piece p of block b lies on key block b + p
+            for piece in range(
+                blocks.span // blocks.size
+            ):  # spans overlap: part p of the span of block b is key block b + p
                 at = slice((start + piece) * blocks.size, (stop + piece) * blocks.size)
                 part = d_keys[:, piece * blocks.size : (piece + 1) * blocks.size]
                 d_window[at].view(part.shape).add_(part)
@@ -239,8 +248,8 @@ class _SparseAttention(torch.autograd.Function):
 
 
 class Scratch:
-    """Named buffers that all chunks of a call reuse; fresh ones would cost more in page faults than the arithmetic
-    does.
+    """Named buffers that all chunks of a call reuse, because page faults of new buffers would take longer than the
+    arithmetic.
     """
 
     def __init__(self):
@@ -253,7 +262,7 @@ class Scratch:
         return self.buffers[name][:size].view(shape)
 
     def rows(self, name: str, table: Tensor, index: Tensor) -> Tensor:
-        """table [N, D] at index [..., ] -> [..., D]"""
+        """Gather the rows [..., D] of table [N, D] at the indices [...] into the buffer `name`."""
         out = self.empty(name, (*index.shape, table.shape[1]), table)
         torch.index_select(table, 0, index.flatten(), out=out.view(-1, table.shape[1]))
         return out
@@ -263,7 +272,9 @@ class Scratch:
 
 
 class _Chunks:
-    """The padded inputs of one call and the scores of a chunk, computed alike in forward and backward."""
+    """The padded inputs of one attention call. It computes the scores of a chunk in the same way in the forward and
+    backward pass.
+    """
 
     def __init__(self, q, window_kv, window_start, entries, topk_indices, sink, scale, window):
         self.blocks = blocks = _Blocks(q, window, topk_indices.shape[1])
@@ -282,8 +293,9 @@ class _Chunks:
         return self.q[start * size : stop * size].view(stop - start, -1, self.blocks.dim)
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Masked fp32 dot products near [blocks, C*H, span] and far [rows, H, K], with their keys [blocks, span, D] and
-        [rows, K, D]. Valid until the next call.
+        """Compute masked fp32 dot products with window keys, near [blocks, C*H, span], and with selected entries, far
+        [rows, H, K]; also returns these keys [blocks, span, D] and entries [rows, K, D]. The results are valid until
+        the next call.
         """
         blocks, scratch = self.blocks, self.scratch
         rows = slice(start * blocks.size, stop * blocks.size)
@@ -297,7 +309,7 @@ class _Chunks:
         return near, far, keys, chosen
 
     def exp_(self, near: Tensor, far: Tensor, shift: Tensor) -> None:
-        """exp(dot * scale - shift) in place, shift fp32 [rows, H]."""
+        """Compute exp(dot * scale - shift) in place, with shift fp32 [rows, H]."""
         shift = -shift
         torch.add(shift.view(near.shape[0], -1, 1), near, alpha=self.scale, out=near).exp_()
         torch.add(shift.unsqueeze(-1), far, alpha=self.scale, out=far).exp_()

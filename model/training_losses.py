@@ -1,6 +1,6 @@
-"""The training losses of a micro-batch from what the blocks report, and the counts that a step divides them by.
+"""Computes the training losses of a micro-batch from the outputs of the blocks, and the loss denominators of a step.
 
-Shapes: T tokens of the layout, K `index_topk`, E experts, L layers.
+In shapes, T is the number of tokens in the layout, K = `index_topk` and E the number of experts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from model.moe import Routing, sequence_balance
 
 @dataclass(frozen=True)
 class LossDenominators:
-    """Counts over a whole optimizer step (all micro-batches, all ranks) that its losses are divided by.
+    """The token counts of a whole optimizer step (all micro-batches, all ranks) by which its losses are divided.
 
-    supervised: targets; num_tokens: non-padding tokens; index_queries int64 [index sources]: supervised queries that
-    see an entry.
+    supervised: the number of targets; num_tokens: the number of non-padding tokens; index_queries int64 [indexers]: for
+    each indexer, the number of supervised queries that see at least one entry.
     """
 
     supervised: Tensor
@@ -34,7 +34,7 @@ class LossDenominators:
         return LossDenominators.from_tensor(self.to_tensor() + other.to_tensor())
 
     def to_tensor(self) -> Tensor:
-        """int64 [2 + index sources], for an all-reduce."""
+        """The counts as one tensor int64 [2 + indexers], for an all-reduce."""
         return torch.cat([self.supervised.reshape(1), self.num_tokens.reshape(1), self.index_queries])
 
     @classmethod
@@ -43,11 +43,12 @@ class LossDenominators:
 
 
 class Losses(NamedTuple):
-    """One micro-batch's share of a step. `total` is differentiable and already divided by the step's denominators:
-    micro-batches add up.
+    """The losses of one micro-batch. `total` is differentiable and already divided by the denominators of the whole
+    step, so the totals of all micro-batches add up to the loss of the step.
 
-    The rest is detached: lm_sum (nats over `supervised` targets), balance_sum (over layers and tokens), index_kl_sum
-    and index_queries per index source, expert_load int64 [layers, 2, E] (text, image).
+    The other fields are detached: lm_sum, the language-model loss in nats summed over `supervised` targets;
+    balance_sum, summed over layers and tokens; index_kl_sum and index_queries for each indexer; expert_load int64
+    [layers, 2, E], tokens per expert for text and images.
     """
 
     total: Tensor
@@ -60,7 +61,9 @@ class Losses(NamedTuple):
 
 
 def count_denominators(config: TextConfig, layout: SequenceLayout, supervised: Tensor) -> LossDenominators:
-    """What a batch adds to its step's denominators. supervised bool [T]: the tokens with a target."""
+    """The contribution of a micro-batch to the loss denominators of its step. supervised bool [T]: the tokens with a
+    target.
+    """
     queries = [
         (supervised & (layout.position + 1 >= config.ratio(layer))).sum() for layer in config.index_source_layer_ids
     ]
@@ -81,15 +84,15 @@ def training_losses(
     denominators: LossDenominators,
     train_indexer: bool,
 ) -> Losses:
-    """The losses of a micro-batch, divided by the denominators of its step.
+    """Compute the losses of a micro-batch, divided by the loss denominators of its step.
 
     Args:
-        lm_sum: the language-model loss (or what takes its place), summed over the supervised tokens.
-        supervised: bool [T].
-        routings: of all layers.
-        indexers: of every index source, what its loss needs and the attention mass fp32 [T, K] that the layers which
-            use its selection put on it.
-        train_indexer: else the indexers get no gradient, whatever `weights` says.
+        lm_sum: the language-model loss, or an objective that replaces it, summed over the supervised tokens.
+        supervised: bool [T], the tokens with a target.
+        routings: the routing of every layer.
+        indexers: for every indexer, the inputs of its loss, and the attention mass fp32 [T, K] on its selected entries,
+            summed over the layers that use the selection.
+        train_indexer: whether indexers are trained; if False their gradients are zero, whatever `weights` is.
     """
     balance_sum = sequence_balance(routings, layout)
     kl_sum, queries = _indexer_losses(indexers, supervised, train_indexer and weights.indexer_kl > 0)
@@ -110,8 +113,8 @@ def training_losses(
 def _indexer_losses(
     indexers: Sequence[tuple[IndexerLossInputs, Tensor]], supervised: Tensor, train: bool
 ) -> tuple[Tensor, Tensor]:
-    """(KL summed over queries, queries int64), each [index sources]. Untrained indexers get zeros as gradients, so that
-    every parameter has one.
+    """For each indexer, the KL summed over its queries and the number of queries int64, both [indexers]. If indexers
+    are not trained, they get zero gradients, so that every parameter has a gradient.
     """
     if not indexers:
         return supervised.new_zeros(0, dtype=torch.float32), supervised.new_zeros(0, dtype=torch.int64)

@@ -1,6 +1,7 @@
-"""Vision tower and aligner: patches -> image tokens of the text width.
+"""The vision tower and the aligner, which turn image patches into features of the hidden size of the text backbone.
 
-Shapes: P patches of one image, h x w its patch grid, c tower width, d text width, s downsample ratio.
+In shapes, P is the number of patches of one image, h x w its patch grid, c the width of the vision tower, d the hidden
+size of the text backbone and s the downsample ratio.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from model.config import VisionConfig
 from model.norm import RMSNorm
 
 NORM_EPS = 1.0e-6
-START, IMAGE, NEWLINE, END = 0, 1, 2, 3  # vision_token_types; -1 is text
+START, IMAGE, NEWLINE, END = 0, 1, 2, 3  # values of vision_token_types; -1 is text
 
 
 class VisionAttention(nn.Module):
-    """Full attention inside one image, with biases and two-dimensional RoPE."""
+    """Full attention between the patches of one image, with biases and two-dimensional RoPE."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -29,7 +30,7 @@ class VisionAttention(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [images, P, c], angles fp32 [P, head/2]."""
+        """Attend within each image: x [images, P, c], RoPE angles fp32 [P, head/2]."""
         q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k = _rotate_halves(q, angles), _rotate_halves(k, angles)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -37,7 +38,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """SwiGLU; w1 computes the gate and the up projection in one matrix product."""
+    """A SwiGLU MLP, in which w1 computes the gate and the up projection in one matrix product."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -74,7 +75,9 @@ class PatchEmbed(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches of a batch of images -> features after pixel-unshuffle, the images one after another."""
+    """The vision tower: it turns the patches of a batch of images into features, concatenated over images, after
+    pixel-unshuffle.
+    """
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -84,16 +87,17 @@ class VisionTower(nn.Module):
         self.norm = RMSNorm(config.hidden_size, NORM_EPS)
 
     def forward(self, pixel_values: Tensor, grids: Tensor) -> Tensor:
-        """pixel_values [sum P, 3, p, p], grids int64 [images, 2] (h, w) -> [sum ceil(h/s)*ceil(w/s), s*s*c].
+        """Compute the features [sum ceil(h/s)*ceil(w/s), s*s*c] of pixel_values [sum P, 3, p, p], for images with patch
+        grids int64 [images, 2] (h, w).
 
-        Images with the same grid run as one batch; no image attends to another. Raises ValueError when the number of
-        patches is not the one that the grids imply.
+        Images with the same grid are processed as one batch, and patches attend only to patches of the same image.
+        Raises ValueError if the number of patches does not match the grids.
         """
         sizes = [(int(h), int(w)) for h, w in grids.tolist()]
         counts = [h * w for h, w in sizes]
         if sum(counts) != pixel_values.shape[0]:
             raise ValueError(
-                f"image_grid_hws {sizes} ask for {sum(counts)} patches, pixel_values has {pixel_values.shape[0]}"
+                f"image_grid_hws {sizes} need {sum(counts)} patches, but pixel_values has {pixel_values.shape[0]}"
             )
         patches = self.patch_embed(pixel_values).split(counts)
         features: list[Tensor] = [patches[0]] * len(sizes)
@@ -125,7 +129,7 @@ class VisionTower(nn.Module):
 
 
 class Aligner(nn.Module):
-    """Two-layer MLP from unshuffled features to the text width."""
+    """A two-layer MLP that maps the features of the vision tower to the hidden size of the text backbone."""
 
     def __init__(self, config: VisionConfig, hidden_size: int):
         super().__init__()
@@ -137,7 +141,9 @@ class Aligner(nn.Module):
 
 
 def _angles(size: tuple[int, int], config: VisionConfig, device: torch.device) -> Tensor:
-    """fp32 [h*w, head/2]: the first half of the table encodes the row, the second the column."""
+    """The RoPE angles of a patch grid, fp32 [h*w, head/2]: the first half encodes the row, the second half the
+    column.
+    """
     quarter = config.hidden_size // config.num_attention_heads // 4
     inv_freq = config.rope_theta ** -(torch.arange(quarter, dtype=torch.float32, device=device) / quarter)
     h, w = size
@@ -147,15 +153,15 @@ def _angles(size: tuple[int, int], config: VisionConfig, device: torch.device) -
 
 
 def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE of x [images, P, heads, head dim]: channels i and i + head/2 are rotated as a pair."""
+    """Apply RoPE to x [images, P, heads, head dim]; channels i and i + head/2 are rotated as a pair."""
     cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def _unshuffle(x: Tensor, size: tuple[int, int], s: int) -> Tensor:
-    """[images, h*w, c] -> [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is padded with zeros on the right and at the
-    bottom.
+    """Pixel-unshuffle: turn [images, h*w, c] into [images, ceil(h/s)*ceil(w/s), s*s*c]; the grid is padded with zeros
+    on the right and at the bottom.
     """
     h, w = size
     grid = F.pad(x.unflatten(1, (h, w)).permute(0, 3, 1, 2), (0, -w % s, 0, -h % s))

@@ -1,4 +1,6 @@
-"""Engram's gate in Triton: adds the looked-up memory, gated, to the streams; see model/engram.py."""
+"""Engram's gate in Triton: adds the gated, looked-up values to the residual streams; see model/engram.py for the
+formulas.
+"""
 
 import torch
 import triton
@@ -7,14 +9,15 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-COLUMNS = 1024  # of one tile of a token's streams
+COLUMNS = 1024  # columns of one tile of a token's streams
 
 
 def add_gated(streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | None, eps: float) -> Tensor:
-    """streams [T, n, d] plus, in each stream, the value memory[:, n] times the stream's gate. The gate depends on the
-    normalised dot product of the stream and its key.
+    """Add to each residual stream (streams [T, n, d]) the value memory[:, n] times the gate of the stream. The gate
+    depends on the normalised dot product of the stream and its key.
 
-    memory [T, n + 1, d]: n keys, then the value; weight fp32 [n, d]; image bool [T]: tokens whose gate is 0.
+    memory [T, n + 1, d] holds n keys and then the value; weight is fp32 [n, d]; image bool [T] marks the tokens whose
+    gate is 0.
     """
     return _add_gated(streams.contiguous(), memory.contiguous(), weight, image, eps)
 
@@ -30,7 +33,7 @@ def _add_gated(streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | 
 def _add_gated_backward(
     grad: Tensor, streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of streams, memory and weight. The weight's gradient is summed over tokens in a fixed order."""
+    """The gradients of streams, memory and weight. The gradient of weight is summed over tokens in a fixed order."""
     tokens, n, d = streams.shape
     d_streams, d_memory, d_weight = torch.empty_like(streams), torch.empty_like(memory), torch.empty_like(weight)
     d_dot = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
@@ -68,7 +71,9 @@ _add_gated.register_autograd(
 
 @triton.jit
 def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile fp32 [N_TILE, COLUMNS]: the first `count` of a token's STRIDE rows, from column `at` on; zero outside."""
+    """Load a tile fp32 [N_TILE, COLUMNS] with the first `count` of a token's STRIDE rows, beginning at column `at`; the
+    rest of the tile is zero.
+    """
     number, column = tl.arange(0, N_TILE)[:, None], at + tl.arange(0, COLUMNS)[None, :]
     here = (number < count) & (column < DIM)
     return tl.load(rows + token * (STRIDE * DIM) + number * DIM + column, mask=here, other=0.0).to(tl.float32)
@@ -78,7 +83,7 @@ def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DI
 def _agreement(
     streams, memory, weight, token, eps, N: tl.constexpr, N_TILE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The normalised dot products of streams and keys, and the inverse root mean squares of both; [N_TILE] each."""
+    """The normalised dot products of streams and keys, and the inverse root mean squares of both, each [N_TILE]."""
     dot = tl.zeros([N_TILE], tl.float32)
     squares = tl.zeros([N_TILE], tl.float32)
     key_squares = tl.zeros([N_TILE], tl.float32)
@@ -94,7 +99,7 @@ def _agreement(
 
 @triton.jit
 def _gate(s, image, token, IMAGES: tl.constexpr):
-    """The gate of agreement s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens."""
+    """The gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens."""
     sign = tl.where(s > 0, 1.0, tl.where(s < 0, -1.0, 0.0))
     gate = tl.sigmoid(sign * tl.sqrt(tl.maximum(tl.abs(s), 1e-6)))
     if IMAGES:

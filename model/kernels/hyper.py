@@ -1,9 +1,9 @@
-"""mHC in Triton: the coefficients with their Sinkhorn iterations, collapse, and expand; see model/hyper.py for the
-formulas.
+"""Triton kernels of mHC: the coefficients with their Sinkhorn iterations, collapse, and expand; see model/hyper.py for
+the formulas.
 
-The plain loops launch some 1,300 small operations a layer. Here the coefficients take two kernels (three in the
-backward), collapse and expand one kernel each. Tokens are the last axis of the coefficients' tiles: one thread
-holds a token's whole n x n matrix, so a Sinkhorn step stays in its registers.
+The plain PyTorch functions launch about 1,300 small operations per layer. Here the coefficients take two kernels (three
+in the backward pass), and collapse and expand one kernel each. Tokens are the last axis of the coefficients' tiles, so
+that one thread holds the whole n x n matrix of a token and a Sinkhorn step needs only registers.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-TOKENS = 128  # tokens of one program of the coefficients' kernels, one for each thread
+TOKENS = 128  # number of tokens per program in the kernels of the coefficients, one token for each thread
 COLUMNS = 1024  # columns of one tile of collapse and expand
 
-# The products run on tensor cores as three TF32 products each, whose error is about that of fp32; as plain fp32 they
-# would take longer than reading the streams.
+# Each matrix product runs on tensor cores as three TF32 products, whose total error is about that of fp32. A plain fp32
+# product would take longer than reading the streams.
 PRECISION = tl.constexpr("tf32x3")
 
 
 def coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, hc_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The coefficients pre [T, n], post [T, n], comb [T, n, n] of a HyperConnection, from streams [T, n, d] and its
-    parameters fn, base, scale.
+    """Compute the coefficients pre [T, n], post [T, n] and comb [T, n, n] of a HyperConnection with parameters fn, base
+    and scale, from residual streams [T, n, d].
     """
     return _coefficients(streams.contiguous(), fn, base, scale, iters, hc_eps, eps)[:3]
 
@@ -36,8 +36,9 @@ def coefficients(
 def _coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, hc_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The coefficients and what the backward needs: mixes [(2+n)n, T], the inverse root mean squares [T], and the
-    denominators of every Sinkhorn step [2*iters - 1, n, T], with which the backward inverts the steps from comb.
+    """The coefficients and the tensors saved for the backward pass: mixes [(2+n)n, T], the inverse root mean squares
+    [T], and the denominators of every Sinkhorn step [2*iters - 1, n, T], with which the backward pass inverts the steps
+    starting from comb.
     """
     tokens, n, d = streams.shape
     rows = fn.shape[0]
@@ -84,7 +85,7 @@ def _coefficients_backward(
     norm: Tensor,
     denominators: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of streams, fn, base and scale. Sums over tokens are taken in a fixed order."""
+    """The gradients of streams, fn, base and scale. Sums over tokens are computed in a fixed order."""
     tokens, n, d = streams.shape
     rows = fn.shape[0]
     new: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
@@ -138,7 +139,9 @@ _coefficients.register_autograd(_differentiate_coefficients, setup_context=_save
 
 
 def _tile(streams: Tensor) -> dict:
-    """Tile sizes of collapse and expand: COLUMNS columns of one token, or several tokens if the width is smaller."""
+    """The tile sizes of collapse and expand: COLUMNS columns of one token, or several tokens if a token has fewer
+    columns.
+    """
     _, n, d = streams.shape
     columns = min(COLUMNS, padded(d))
     return {
@@ -151,7 +154,9 @@ def _tile(streams: Tensor) -> dict:
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """sum_i pre[:, i] * streams[:, i]: [T, n, d], fp32 [T, n] -> [T, d] in the streams' dtype."""
+    """Collapse the residual streams [T, n, d] with weights pre fp32 [T, n]: returns sum_i pre[:, i] * streams[:, i],
+    [T, d] in the dtype of the streams.
+    """
     return _collapse(streams.contiguous(), pre.contiguous())
 
 
@@ -191,7 +196,9 @@ _collapse.register_autograd(
 
 
 def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]: streams [T, n, d], y [T, d] -> [T, n, d]."""
+    """Update the residual streams X [T, n, d] with a sublayer's output y [T, d]: X'[j] = post[j] * y + sum_i comb[i, j]
+    * X[i].
+    """
     return _expand(*(x.contiguous() for x in (streams, y, post, comb)))
 
 
@@ -247,7 +254,7 @@ def _product_kernel(
     TOKENS_TILE: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
 ):
-    """mixes = fn @ flat^T * norm, norm = rsqrt(mean(flat^2) + eps), reading the streams once."""
+    """Compute mixes = fn @ flat^T * norm with norm = rsqrt(mean(flat^2) + eps), reading the streams only once."""
     token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
     row, column = tl.arange(0, ROWS_TILE), tl.arange(0, WIDTH_TILE)
     total = tl.zeros([TOKENS_TILE, ROWS_TILE], tl.float32)
@@ -287,8 +294,8 @@ def _product_backward_kernel(
     TOKENS_TILE: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
 ):
-    """d_flat = d_product^T @ fn - along * flat and d_fn = d_product @ flat. A program handles WIDTH_TILE columns of all
-    tokens.
+    """Compute d_flat = d_product^T @ fn - along * flat and d_fn = d_product @ flat. Each program handles WIDTH_TILE
+    columns of all tokens.
     """
     column = tl.program_id(0).to(tl.int64) * WIDTH_TILE + tl.arange(0, WIDTH_TILE)
     row = tl.arange(0, ROWS_TILE)
@@ -315,7 +322,9 @@ def _product_backward_kernel(
 
 @triton.jit
 def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """(mixes, logits) [N_TILE, tokens] of the N rows from `first` on; logits = mixes * scale + base."""
+    """Load the N rows of mixes that begin at row `first`, and compute logits = mixes * scale + base; both are [N_TILE,
+    tokens].
+    """
     row = tl.arange(0, N_TILE)[:, None]
     here = (row < N) & (token < tokens)[None, :]
     mix = tl.load(mixes + (first + row).to(tl.int64) * tokens + token[None, :], mask=here, other=0.0)
@@ -324,7 +333,9 @@ def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.
 
 @triton.jit
 def _softmax(mixes, base, scale, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """(mixes, softmax of the logits over the target axis), each [source, target, tokens]; padding is zero."""
+    """The mixes and the softmax of their logits over the target axis, each [source, target, tokens]; padding is
+    zero.
+    """
     source, target = tl.arange(0, N_TILE)[:, None, None], tl.arange(0, N_TILE)[None, :, None]
     row = 2 * N + source * N + target
     real = (source < N) & (target < N)
@@ -430,7 +441,8 @@ def _coefficients_backward_kernel(
             d_product + (part * N + row).to(tl.int64) * tokens + token[None, :], d_mix * scale_here[None, :], mask=here
         )
 
-    # comb: invert the Sinkhorn steps from the last on; the state before a step is that after it times its denominators
+    # comb: invert the Sinkhorn steps, last step first; the matrix before a step is the matrix after it times the
+    # denominators
     real = (stream < N)[:, None, None] & (stream < N)[None, :, None]
     here3 = real & known[None, None, :]
     pair = (stream[:, None] * N + stream[None, :])[:, :, None]
@@ -483,8 +495,8 @@ def _collapse_kernel(
 
 @triton.jit
 def _place(TOKENS_TILE: tl.constexpr, N_TILE: tl.constexpr):
-    """Indices for tiles [tokens, streams, columns]: tokens [TOKENS_TILE, 1, 1] int64, streams [1, N_TILE, 1], and the
-    first column as a zero [1, 1, 1].
+    """The indices of a tile [tokens, streams, columns]: int64 token indices [TOKENS_TILE, 1, 1], stream indices [1,
+    N_TILE, 1], and the first column as a zero [1, 1, 1].
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)[:, None, None]
     return token, tl.arange(0, N_TILE)[None, :, None], tl.zeros([1, 1, 1], tl.int32)

@@ -1,9 +1,9 @@
-"""The indexer in Triton: the best score of each block of entries, the scores of candidate blocks, and the KL loss; see
-model/indexer.py for the formulas.
+"""Triton kernels of the indexer: the best score in each block of entries, the scores of candidate blocks, and the KL
+loss; see model/indexer.py for the formulas.
 
-Only the scores of candidate blocks are written to memory: a first pass keeps the best score of each block, and the
-scores inside the candidate blocks are then computed again. Score tiles are [entries, queries x heads], so that the sum
-over heads needs little or no communication between threads.
+Only the scores of candidate blocks are written to memory. A first pass keeps the best score of each block, and the
+scores inside the candidate blocks are then computed again. Tiles of scores are [entries, queries x heads], so that the
+sum over heads needs little or no communication between threads.
 """
 
 import torch
@@ -28,8 +28,8 @@ def block_peaks(
     own: bool,
     tie_break: float,
 ) -> Tensor:
-    """fp32 [C, blocks]: the best score of each block of `block` entries (a power of two), -inf if no entry of the block
-    is visible.
+    """Compute the best score of each block of `block` entries (a power of two), fp32 [C, blocks]; it is -inf if no
+    entry of the block is visible.
 
     q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Block 0 begins at slot
     `low` or, with `own`, at each query's visible_from.
@@ -53,7 +53,7 @@ def block_peaks(
         SLOTS_TILE=max(64, block),
         num_warps=8,
         num_stages=3,
-        flops=2.0 * queries * blocks * block * heads * dim / 2,  # causal: half of the entries
+        flops=2.0 * queries * blocks * block * heads * dim / 2,  # with a causal mask, half of the entries on average
     )
     return peaks
 
@@ -62,8 +62,8 @@ def block_peaks(
 def candidate_scores(
     q: Tensor, weights: Tensor, keys: Tensor, candidates: Tensor, visible_to: Tensor, block: int, tie_break: float
 ) -> Tensor:
-    """fp32 [C, M * block]: scores of the entries of each query's blocks int32 [C, M] (-1 = none), -inf where an entry
-    is not visible.
+    """Compute the scores fp32 [C, M * block] of the entries in each query's blocks int32 [C, M] (-1: no block); the
+    score of an invisible entry is -inf.
     """
     queries, heads, dim = q.shape
     count = candidates.shape[1]
@@ -88,7 +88,7 @@ def candidate_scores(
 def indexer_loss(
     q: Tensor, weights: Tensor, keys: Tensor, topk_indices: Tensor, mass: Tensor, taught: Tensor
 ) -> Tensor:
-    """As `model.indexer.indexer_loss`, whose inputs are given here one by one."""
+    """Computes the same loss as `model.indexer.indexer_loss`, whose inputs are separate arguments here."""
     tensors = (q, weights, keys, topk_indices, mass, taught)
     need = torch.is_grad_enabled() and any(x.requires_grad for x in (q, weights, keys))
     return _loss(*(x.contiguous() for x in tensors), need, torch.are_deterministic_algorithms_enabled())[0]
@@ -155,7 +155,9 @@ _loss.register_autograd(_differentiate_loss, setup_context=_save_loss)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """A tile [len(place), DIM_TILE] of the rows at `place` (int64); zero where `seen` is false."""
+    """Load a tile [len(place), DIM_TILE] of the rows with the int64 numbers `place`; rows are zero where `seen` is
+    false.
+    """
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 
@@ -181,7 +183,9 @@ def _peaks_kernel(
     BLOCK: tl.constexpr,
     SLOTS_TILE: tl.constexpr,
 ):
-    """The block peaks of TOGETHER queries, with all their heads, over the entries that any of these queries sees."""
+    """Compute the best score of each block for TOGETHER queries with all their heads, over the entries that any of
+    these queries sees.
+    """
     first = tl.program_id(0).to(tl.int64) * TOGETHER
     column = tl.arange(0, TOGETHER * HEADS_TILE)
     head = column % HEADS_TILE
@@ -196,7 +200,7 @@ def _peaks_kernel(
     base = tl.cast(low, tl.int64)
     if OWN:
         base = tl.load(visible_from + first)
-    # whole tiles, counted from the base, that cover all entries that any of the queries sees
+    # the range of whole tiles, counted from the base, that covers all entries that any of the queries sees
     seen_from = tl.maximum(tl.min(start) - base, 0) // SLOTS_TILE * SLOTS_TILE
     seen_to = tl.minimum(tl.max(tl.where(stop > start, stop, 0)) - base, blocks * BLOCK)
     BLOCKS_TILE: tl.constexpr = SLOTS_TILE // BLOCK
@@ -279,9 +283,9 @@ def _loss_kernel(
     NEED: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """One query: a first pass for the softmax denominators of student and target, a second for loss and gradients. With
-    ATOMIC, gradients of keys are added to d_keys fp32 [N, Di]; without, d_keys is [rows, K, Di], and the rows of the
-    tokens from `start` on are written.
+    """Process one query: a first pass computes the softmax denominators of student and target, a second pass the loss
+    and the gradients. With ATOMIC, the gradients of keys are added to d_keys fp32 [N, Di]; without it, d_keys is [rows,
+    K, Di], and the rows of the tokens from `start` on are written.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program + start

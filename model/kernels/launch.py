@@ -1,4 +1,4 @@
-"""Registers kernels as PyTorch operators, and launches or records them.
+"""Registers Triton kernels as PyTorch operators, and launches kernels or records their launches.
 
 The files that define operators have no `from __future__ import annotations`, because PyTorch reads the operators'
 schemas from the types.
@@ -21,8 +21,8 @@ COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 class Launch:
     """One kernel launch: the arguments needed to compile it, and the work it does.
 
-    `flops`: two for each multiply-add of its matrix products. `bytes`: the size of all tensor arguments, the least that
-    must be moved between memory and chip.
+    `flops`: two for each multiply-add in the kernel's matrix products. `bytes`: the size of all tensor arguments, which
+    is the minimum that must be moved between memory and chip.
     """
 
     kernel: Any
@@ -37,7 +37,7 @@ _recorded: list[Launch] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collect the launches on meta tensors inside the body; nothing runs there."""
+    """A context manager that collects the kernel launches on meta tensors inside its body; these kernels do not run."""
     global _recorded
     found: list[Launch] = []
     _recorded = found

@@ -1,4 +1,4 @@
-"""The experts' clamped SwiGLU in Triton; see model/moe.py."""
+"""The clamped SwiGLU of the MoE experts in Triton; see model/moe.py."""
 
 import torch
 import triton
@@ -11,7 +11,9 @@ ELEMENTS = 1024  # elements of one tile
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] of rows [R, f], in gate's dtype."""
+    """Compute silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] for rows [R, f], in the dtype of
+    gate.
+    """
     return _swiglu(gate.contiguous(), up.contiguous(), weights, limit)
 
 
@@ -27,7 +29,7 @@ def _swiglu(gate: Tensor, up: Tensor, weights: Tensor | None, limit: float) -> T
 def _swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate, up and weights (empty without weights)."""
+    """The gradients of gate, up and weights (the last is empty if there are no weights)."""
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     d_weights = gate.new_empty(0) if weights is None else torch.empty_like(weights)
     tensors = (grad, gate, up, weights, d_gate, d_up, d_weights)
@@ -62,7 +64,9 @@ _swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _clamped(gate, up, place, here, limit):
-    """(clamped gate, its sigmoid, clamped up, masks of gate and of up within the limits), fp32. NaN stays NaN."""
+    """Returns the clamped gate, its sigmoid and the clamped up, all fp32, and masks of the elements of gate and of up
+    within the limits. NaN stays NaN.
+    """
     g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
     u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)
     gate_inside, up_inside = g <= limit, tl.abs(u) <= limit

@@ -8,17 +8,17 @@ from torch import Tensor
 from model.kernels.launch import launch, operator, padded
 
 ELEMENTS = 4096  # elements of one tile
-SUMMANDS = 256  # programs of the backward; each sums its rows' part of the weight's gradient
+SUMMANDS = 256  # number of programs in the backward pass; each sums the weight's gradient over its rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32, returned in x's dtype."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis in fp32; the result has the dtype of x."""
     return _norm(x.contiguous(), weight, eps)[0]
 
 
 @operator("rms_norm")
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and their inverse root mean squares fp32 [rows] for the backward."""
+    """Returns the normalised rows, and their inverse root mean squares fp32 [rows] for the backward pass."""
     rows = x.numel() // weight.shape[0]
     out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     sizes = _sizes(weight)
@@ -86,7 +86,7 @@ def _norm_backward_kernel(
     DIM_TILE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
 ):
-    """A program goes through `each` tiles of rows and adds up their part of the weight's gradient."""
+    """Each program processes `each` tiles of rows and sums their contributions to the gradient of the weight."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_TILE)
     factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]

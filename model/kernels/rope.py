@@ -1,5 +1,5 @@
-"""RoPE and rounding of the attention state in one Triton kernel: `rotate` of model/rope.py, then one of the fake
-quantisers of model/quantize.py.
+"""A Triton kernel that applies RoPE (`rotate` of model/rope.py) and then one of the fake quantisers of
+model/quantize.py.
 """
 
 import torch
@@ -24,7 +24,7 @@ def rotate(x: Tensor, phasors: Tensor | None, inverse: bool = False, rounding: s
 
 @operator("rotate_and_round")
 def _rotate(x: Tensor, phasors: Tensor | None, inverse: bool, rounding: str) -> Tensor:
-    """As `rotate`, with the phasors as real numbers fp32 [T, rope/2, 2]."""
+    """As `rotate`, but with the phasors as pairs of real numbers, fp32 [T, rope/2, 2]."""
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Rounding to FP8 and FP4 inside kernels, bit for bit as model/quantize.py does it.
+"""Rounding to FP8 and FP4 inside Triton kernels, with the same bits as the results of model/quantize.py.
 
 All rounding works on the bits of fp32 numbers, because not every GPU has casts to 8 bits, and because the casts of
 Triton's interpreter round ties and subnormal bf16 values wrongly. Kernels that call these functions are compiled with
@@ -17,13 +17,13 @@ SIGN = tl.constexpr(-(2**31))
 
 @triton.jit
 def with_sign(magnitude, x):
-    """magnitude >= 0 with the sign bit of x, fp32."""
+    """Returns magnitude >= 0 with the sign bit of x, in fp32."""
     return (magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_bits(x, DROPPED: tl.constexpr):
-    """fp32 x rounded to a mantissa that is DROPPED bits shorter, ties to even. NaN stays NaN."""
+    """Round fp32 x to a mantissa that is DROPPED bits shorter; ties are rounded to even. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & (-(1 << DROPPED))
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -40,7 +40,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
-    """fp32 x as TYPE, rounded to nearest, ties to even."""
+    """Convert fp32 x to TYPE, rounding to nearest and ties to even."""
     if TYPE == tl.bfloat16:
         return (round_bits(x, 16).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -49,17 +49,17 @@ def narrow(x, TYPE: tl.constexpr):
 
 @triton.jit
 def round_e4m3(x):
-    """The nearest E4M3 value, ties to even, clipped at 448."""
+    """Round to the nearest E4M3 value, ties to even, clipped at 448."""
     magnitude = tl.abs(x)
     magnitude = tl.where(magnitude > E4M3_MAX, E4M3_MAX, magnitude)
-    # below 2^-6 the grid is 2^-9, the spacing of fp32 just above 2^14
+    # below 2^-6, E4M3 values are 2^-9 apart, as fp32 values just above 2^14 are
     rounded = tl.where(magnitude < 0.015625, (magnitude + 16384.0) - 16384.0, round_bits(magnitude, 20))
     return with_sign(rounded, x)
 
 
 @triton.jit
 def round_e2m1(x):
-    """The nearest E2M1 value, ties to the even mantissa, clipped at 6."""
+    """Round to the nearest E2M1 value, ties to the even mantissa, clipped at 6."""
     magnitude = tl.abs(x)
     magnitude = tl.where(magnitude > E2M1_MAX, E2M1_MAX, magnitude)
     step = tl.where(magnitude >= 4.0, 2.0, tl.where(magnitude >= 2.0, 1.0, 0.5))
@@ -69,14 +69,14 @@ def round_e2m1(x):
 
 @triton.jit
 def power_of_two_above(x):
-    """Smallest power of two >= x for positive normal x."""
+    """Returns the smallest power of two >= x, for positive normal x."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fake_round(x, FORMAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x fp32 [ROWS, WIDTH], zero at padding -> the result of the fake quantiser of FORMAT (fp8, mxfp4 or fp4)."""
+    """Apply the fake quantiser FORMAT (fp8, mxfp4 or fp4) to x fp32 [ROWS, WIDTH], which must be zero at padding."""
     SIZE: tl.constexpr = 16 if FORMAT == "fp4" else 32
     groups = tl.reshape(x, [ROWS, WIDTH // SIZE, SIZE])
     peak = tl.max(tl.abs(groups), 2)

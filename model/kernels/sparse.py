@@ -1,13 +1,14 @@
-"""Attention over a sliding window and selected entries in Triton; see model/sparse.py for the formulas.
+"""Triton kernels of attention over a sliding window and selected entries; see model/sparse.py for the formulas.
 
-A program handles one query with all its heads, and loads tiles of window keys and of selected entries by their row
-numbers. Nothing is padded or copied, and the backward recomputes the probabilities.
+Each program handles one query with all its heads, and loads tiles of window keys and of selected entries by their row
+numbers. No input is padded or copied, and the backward pass recomputes the attention probabilities.
 
-The backward has three kernels: one for the queries; one for blocks of window keys, which goes through the queries that
-see them, so that only one program writes a gradient; and one for the entries. Each recomputes the probabilities,
-because one kernel for all gradients would need more registers than a GPU has. Many queries select the same entry: its
-gradient is summed with fp32 atomics, in no fixed order, or, under `torch.use_deterministic_algorithms`, written out for
-a chunk of queries at a time and summed in the order of the queries.
+The backward pass has three kernels, which each recompute the probabilities, because one kernel for all gradients would
+need more registers than a GPU has. The first computes the gradients of queries. The second computes those of window
+keys: a program takes a block of keys and iterates over the queries that see them, so that only one program writes each
+gradient. The third computes those of entries. Many queries can select the same entry, so its gradient is summed with
+fp32 atomics in no fixed order. Under `torch.use_deterministic_algorithms`, the gradients are instead written out for a
+chunk of queries at a time and summed in the order of the queries.
 """
 
 import torch
@@ -19,7 +20,7 @@ from model.kernels.launch import launch, operator, padded
 from model.kernels.sums import DETERMINISTIC_BYTES, add_in_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Bytes of a tile of keys, and the most bytes of one query's heads.
+# The size of a tile of keys in bytes, and the maximum size of one query's heads in bytes.
 TILE_BYTES = 2**16
 
 
@@ -33,7 +34,7 @@ def sparse_attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """As model.sparse.sparse_attention."""
+    """Computes the same as model.sparse.sparse_attention."""
     if topk_indices is None:
         entries, topk_indices = window_kv.new_empty(0, window_kv.shape[1]), window_start.new_empty(0, dtype=torch.int32)
         topk_indices = topk_indices.expand(len(q), 0)
@@ -53,7 +54,9 @@ def _attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, attention mass on each entry fp32 [T, K], base-2 logarithm of the softmax denominators fp32 [T, H])."""
+    """Returns the output, the attention mass on each selected entry fp32 [T, K], and the base-2 logarithms of the
+    softmax denominators fp32 [T, H].
+    """
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     out, lse = torch.empty_like(q), torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -85,7 +88,7 @@ def _attention_backward(
     window: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, window_kv, entries and sink."""
+    """The gradients of q, window_kv, entries and sink."""
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     d_q, d_window = torch.empty_like(q), torch.empty_like(window_kv)
@@ -129,15 +132,17 @@ def _attention_backward(
 
 
 def supports(q: Tensor) -> bool:
-    """Whether a query's heads and their gradient fit into shared memory together; 64 heads of dimension 512 do in 16
-    bits, but not in fp32.
+    """Whether all heads of a query and their gradients fit into shared memory together. For example, 64 heads of
+    dimension 512 fit with 16-bit values, but not with fp32.
     """
     _, heads, dim = q.shape
     return padded(heads, 16) * padded(dim, 16) * q.element_size() <= TILE_BYTES
 
 
 def _sizes(q: Tensor, parts: int = 0) -> dict:
-    """Tile sizes of the kernels. With `parts`, each row is split into that many tiles of at least 16 channels."""
+    """The tile sizes of the kernels. With `parts`, each row is split into that many tiles, each of at least 16
+    channels.
+    """
     _, heads, dim = q.shape
     tile = padded(dim, 16)
     parts = min(parts, tile // 16)
@@ -177,14 +182,16 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """A tile [len(place), DIM_TILE] of the rows at `place` (int64); zero where `seen` is false."""
+    """Load a tile [len(place), DIM_TILE] of the rows with the int64 numbers `place`; rows are zero where `seen` is
+    false.
+    """
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 
 
 @triton.jit
 def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
-    """The number of places of a query's selection up to and including the last one that holds an entry."""
+    """The length of a query's selection up to and including its last valid entry; only empty places (-1) follow."""
     place = tl.arange(0, SELECTED_TILE)
     index = tl.load(indices + place, mask=place < SELECTED, other=-1)
     return tl.max(tl.where(index >= 0, place + 1, 0), 0)
@@ -192,8 +199,9 @@ def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, scale):
-    """total + a @ b. The condition always holds. It hides from the compiler that the result of one product is an
-    operand of another; otherwise the compiler would let both groups of four warps compute whole tiles.
+    """Returns total + a @ b. The condition in the code is always true; it hides from the compiler that the result of
+    one matrix product is an operand of another. Otherwise the compiler would let both groups of four warps compute
+    whole tiles.
     """
     if scale != 0:
         total = tl.dot(a, b, acc=total, input_precision="ieee")
@@ -202,7 +210,9 @@ def _product(a, b, total, scale):
 
 @triton.jit
 def _attend(q, keys, seen, top, total, part, scale):
-    """The running softmax after another tile of keys: (largest exponent, denominator, weighted sum of keys)."""
+    """Update the running softmax with another tile of keys; returns (largest exponent, denominator, weighted sum of
+    keys).
+    """
     score = tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
     score = tl.where(seen[None, :], score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
@@ -294,8 +304,8 @@ def _query_backward_kernel(
     SELECTED: tl.constexpr,
     SELECTED_TILE: tl.constexpr,
 ):
-    """The gradient of one query and its part of the sink's gradient. Also writes delta, which the softmax gradient
-    subtracts, for the other two kernels.
+    """Compute the gradient of one query and its contribution to the gradient of the attention sink. Also writes delta,
+    the term that the softmax gradient subtracts, for the other two kernels.
     """
     token = tl.program_id(0).to(tl.int64)
     head, number = tl.arange(0, HEADS_TILE), tl.arange(0, KEYS_TILE)
@@ -337,7 +347,9 @@ def _add_query_gradient(total, query, grad, keys, seen, shift, inner, scale):
 
 @triton.jit
 def _add_key_gradient(total, query, grad, keys, seen, shift, inner, scale):
-    """Add one query's part of the gradient of a tile of keys to `total`. Tiles are [keys, heads]; seen [keys]."""
+    """Add the contribution of one query to the gradient `total` of a tile of keys. Tiles are [keys, heads], and seen is
+    [keys].
+    """
     empty = tl.zeros([keys.shape[0], query.shape[0]], tl.float32)
     score = _product(keys, tl.trans(query), empty, scale) * (scale * LOG2E)
     p = tl.where(seen[:, None], tl.exp2(score - shift[None, :]), 0.0)
@@ -368,11 +380,12 @@ def _entry_backward_kernel(
     SELECTED_TILE: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """One query's part of the gradients of its selected entries.
+    """Compute the contribution of one query to the gradients of its selected entries.
 
-    With ATOMIC, it is added to d_entries fp32 [N + 1, D], whose last row, number `none`, takes the gradient of empty
-    selections. Without, d_entries is [rows, K, D], and the rows of the tokens from `start` on are written. Rows are
-    split into PARTS tiles [., PART], because results are rearranged in shared memory and whole rows would not fit.
+    With ATOMIC, the contribution is added to d_entries fp32 [N + 1, D], whose last row, number `none`, receives the
+    gradients of empty places of the selection. Without ATOMIC, d_entries is [rows, K, D], and the rows of the tokens
+    from `start` on are written. Rows are split into PARTS tiles [., PART], because results are rearranged in shared
+    memory and whole rows would not fit.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program + start
@@ -439,8 +452,8 @@ def _window_backward_kernel(
     DIM_TILE: tl.constexpr,
     KEYS_TILE: tl.constexpr,
 ):
-    """The gradient of a block of window keys, summed over the queries that see them; `before` keys lie in front of the
-    first query's.
+    """Compute the gradient of a block of window keys, summed over the queries that see them. The first `before` keys
+    belong to tokens before the first query.
     """
     first = tl.program_id(0).to(tl.int64) * KEYS_TILE
     key = first + tl.arange(0, KEYS_TILE)

@@ -1,4 +1,4 @@
-"""Sums of gathered rows in a fixed order, unlike those of atomics."""
+"""Sums of rows in a fixed, reproducible order, which atomic additions do not have."""
 
 import torch
 import triton
@@ -7,12 +7,14 @@ from torch import Tensor
 
 from model.kernels.launch import launch, operator, padded
 
-DETERMINISTIC_BYTES = 2**31  # most bytes of rows that are written out at a time
+DETERMINISTIC_BYTES = 2**31  # maximum bytes of rows that are written out at a time
 
 
 @operator("sums_in_order")
 def _sums_in_order(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-    """fp32 [N, D]: row n is the sum of `rows` [R, D] at the indices order[bounds[n]:bounds[n + 1]], in that order."""
+    """Compute fp32 [N, D], whose row n is the sum of `rows` [R, D] at the indices order[bounds[n]:bounds[n + 1]], added
+    in this order.
+    """
     count = len(bounds) - 1
     out = rows.new_empty(count, rows.shape[1])
     launch(
@@ -27,8 +29,8 @@ def _sums_in_order(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
 
 
 def add_in_order(target: Tensor, rows: Tensor, index: Tensor) -> None:
-    """target[index] += rows, adding rows with the same index in their order. target fp32 [N, D], rows fp32 [..., D],
-    index [...]; rows with index -1 are left out.
+    """Compute target[index] += rows, adding rows with the same index in their order. target fp32 [N, D], rows fp32
+    [..., D], index [...]; rows with index -1 are ignored.
     """
     index, order = index.flatten().sort(stable=True)
     numbers = torch.arange(len(target) + 1, device=index.device, dtype=index.dtype)

@@ -17,8 +17,8 @@ _setting = "auto"
 
 @contextmanager
 def using(setting: str) -> Iterator[None]:
-    """Run the body with one of SETTINGS. With activation checkpointing, the recomputed block enters this context again,
-    so that both passes run the same implementation.
+    """A context manager that runs its body with one of SETTINGS. With activation checkpointing, the recomputed block
+    enters this context again, so that both passes use the same implementation.
     """
     global _setting
     before, _setting = _setting, setting
@@ -29,8 +29,9 @@ def using(setting: str) -> Iterator[None]:
 
 
 def in_triton(x: Tensor) -> bool:
-    """Whether work on `x` goes to the kernels. auto: on CUDA where Triton is installed. triton: always; on a CPU this
-    needs Triton's interpreter (TRITON_INTERPRET=1 before the first import of a kernel), which is slow and for tests.
+    """Whether Triton kernels process `x`. With auto, they do on CUDA devices if Triton is installed. With triton, they
+    always do; on a CPU this needs Triton's interpreter (TRITON_INTERPRET=1 before the first import of a kernel), which
+    is slow and meant for tests.
     """
     if _setting == "auto":
         return x.is_cuda and installed()
@@ -44,7 +45,7 @@ def installed() -> bool:
 
 
 def kernels_problem(setting: str) -> str | None:
-    """What is wrong with a value of `runtime.kernels`, or None."""
+    """The problem of a value of `runtime.kernels` as text, or None if the value is valid."""
     if setting not in SETTINGS:
         return f"{setting!r} is unknown, allowed are {', '.join(map(repr, SETTINGS))}"
     if setting == "triton" and not installed():

@@ -1,8 +1,9 @@
 """Compiles every kernel at the released sizes, also without a GPU, and prints the resources that each needs.
 
-`python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]` prints registers a thread, shared
-memory and spills, read from the compiled code. Arithmetic intensity and the time on an H200 are estimates: matrix
-products at the peak rate, and every tensor moved once (see `Launch`). TRITON_INTERPRET must not be set.
+`python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]` prints registers per thread, shared
+memory and register spills, which are read from the compiled code. Arithmetic intensity and the time on an H200 are
+estimates: matrix products at the peak rate, and every tensor moved once (see `Launch`). TRITON_INTERPRET must not be
+set.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from model.config import TextConfig
 from model.kernels import engram, hyper, indexer, moe, norm, rope, sparse
 from model.kernels.launch import Launch, recording
 
-# Peak rates of an H200 from its data sheet: dense bf16, and memory.
+# The peak rates of an H200 according to its data sheet: dense bf16 FLOP/s and memory bandwidth.
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12
 SHARED_LIMIT = 227 * 1024
 _TYPES = {
@@ -41,8 +42,8 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled for sm_<arch>: bytes of shared memory, registers and bytes of local memory (spills) a thread,
-    fused multiply-adds in its PTX, and the estimates.
+    """A kernel compiled for sm_<arch>: bytes of shared memory, registers and bytes of local memory (spills) per thread,
+    the number of fused multiply-adds in its PTX, and the estimates.
     """
 
     name: str
@@ -140,7 +141,9 @@ def _elementwise(c: TextConfig, tokens: int) -> None:
 
 
 def _different(launches: list[Launch]) -> list[Launch]:
-    """The launches that differ in kernel, argument types or constants; a loop over chunks is listed once."""
+    """The launches that differ in kernel, argument types or constants, so that a loop over chunks is listed only
+    once.
+    """
 
     def key(launch: Launch) -> str:
         tensors = {k: v.dtype if isinstance(v, Tensor) else v for k, v in launch.arguments.items()}
@@ -191,7 +194,7 @@ def _kind(value: Any, is_constexpr: bool) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) a thread, as reported by NVIDIA's disassembler, which is part of Triton."""
+    """Registers and bytes of local memory per thread, as reported by NVIDIA's disassembler, which Triton includes."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)

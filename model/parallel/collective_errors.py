@@ -1,4 +1,4 @@
-"""Agreement between processes that read or write a folder together."""
+"""Error handling for processes that read or write a folder together: an error of one process is raised in all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from model.parallel.ranks import RankGroup
 
 @contextmanager
 def all_or_none(ranks: RankGroup) -> Iterator[None]:
-    """Something that all ranks do, or none: if one raises, all raise once all are done, the others an OSError with the
-    reason.
+    """A context manager for work that must succeed on all ranks. If one rank raises an error, all ranks raise after all
+    have finished; the other ranks raise OSError with the reason.
     """
     mine = None
     try:
@@ -30,7 +30,7 @@ def all_or_none(ranks: RankGroup) -> Iterator[None]:
 
 
 def gather_objects(value: Any, ranks: RankGroup) -> list[Any]:
-    """Every rank's value."""
+    """The values of all ranks, in the order of the ranks."""
     values = [value]
     if ranks.size > 1:
         values = [None] * ranks.size

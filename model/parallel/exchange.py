@@ -1,6 +1,6 @@
-"""Exchange of rows between ranks, differentiable: each rank sends any number of rows to every other.
+"""Differentiable exchange of tensor rows between ranks: each rank sends any number of rows to every other rank.
 
-Shapes: R rows sent or received here, by rank in order of the group; any trailing shape.
+In shapes, R is the number of rows sent or received by this rank, ordered by rank; rows can have any shape.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from model.parallel.ranks import RankGroup
 
 
 class RowCounts(NamedTuple):
-    """The sizes of an exchange: received int64 [size, ...], how many rows of each kind every rank has for this one;
-    send and receive: the numbers of rows to send to and receive from every rank, on the host.
+    """The sizes of an exchange: received int64 [size, ...], the number of rows of each kind that every rank sends to
+    this one; send and receive, the numbers of rows to send to and receive from every rank, as Python integers.
     """
 
     received: Tensor
@@ -26,7 +26,9 @@ class RowCounts(NamedTuple):
 
 
 def exchange_counts(counts: Tensor, ranks: RankGroup) -> RowCounts:
-    """counts int64 [size, ...]: how many rows of each kind this rank has for every rank. Waits for the device."""
+    """Exchange row counts: counts int64 [size, ...] is the number of rows of each kind that this rank sends to every
+    rank. This synchronises the host with the device.
+    """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
     send, receive = torch.stack([counts, received]).view(2, ranks.size, -1).sum(2).tolist()
@@ -35,16 +37,16 @@ def exchange_counts(counts: Tensor, ranks: RankGroup) -> RowCounts:
 
 def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
     """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
-    the rows received, ordered by rank. Gradients return the same way.
+    the rows received, ordered by rank. The backward pass sends gradients back to the senders of the rows.
 
-    All ranks must take part, also in the backward pass, which runs if any of these tensors needs a gradient on every
-    rank.
+    All ranks must call this function. They must also all run its backward pass, so whether at least one of the tensors
+    requires a gradient must be the same on all ranks.
     """
     return _Exchange.apply(send, receive, ranks, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
-    """Several tensors in one autograd node, so that backward exchanges run in the same order on all ranks."""
+    """Exchanges several tensors in one autograd node, so that backward exchanges run in the same order on all ranks."""
 
     @staticmethod
     def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

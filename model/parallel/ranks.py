@@ -1,7 +1,7 @@
-"""How a model is split over processes: which process holds which experts and which rows of the tables.
+"""Defines how a model is split over processes: which process holds which experts and which rows of the tables.
 
-`Parallel()` is one process that holds everything. A split parameter is split along its first dimension, described by
-`parameter.shard`; a parameter without it is whole on every rank.
+`Parallel()` describes one process that holds the whole model. Parameters are split along their first dimension, which
+the attribute `parameter.shard` describes; a parameter without this attribute is whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class RankGroup:
-    """An ordered set of processes that share something. Alone: size 1, no group."""
+    """An ordered set of processes that share a part of the model. A single process has size 1 and no group."""
 
     group: ProcessGroup | None = None
-    rank: int = 0  # this process's position in it
+    rank: int = 0  # this process's position in the set
     size: int = 1
 
     def __deepcopy__(self, memo: dict) -> RankGroup:
-        """A copied model is split over the same processes."""
+        """Returns the group itself, because a copied model is split over the same processes."""
         return self
 
     def name(self, rank: int) -> str:
-        """The name of a process of the group in messages: its rank among all processes."""
+        """The name, for messages, of a process of the group: its rank among all processes."""
         return f"rank {rank if self.group is None else dist.get_global_rank(self.group, rank)}"
 
 
@@ -37,10 +37,10 @@ ONE_RANK = RankGroup()
 class Parallel:
     """The processes that a model is split over.
 
-    experts: ranks that the routed experts of a layer are split over; rank r owns experts [r*E/size, (r+1)*E/size).
-    tables: ranks that the rows of the Engram tables are split over, and with `shard_embeddings` those of the token
-    embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ones may own fewer
-    or none.
+    experts: the ranks over which the routed experts of a layer are split; rank r owns experts [r*E/size, (r+1)*E/size).
+    tables: the ranks over which the rows of the Engram tables are split, and with `shard_embeddings` also those of the
+    token embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ranks may own
+    fewer rows or none.
     context: ranks that the tokens of a micro-batch are split over, in consecutive chunks (context parallelism).
     dense: ranks that keep the rows of the blocks' dense matrices, divided like those of a table. While a block runs its
     matrices are whole on every rank (FSDP2, see `train/distributed/dense.py`), so that `model` computes as without.
@@ -54,7 +54,7 @@ class Parallel:
 
     @property
     def vocabulary(self) -> RankGroup:
-        """The ranks that the token embedding and the head are split over."""
+        """The ranks over which the token embedding and the head are split."""
         return self.tables if self.shard_embeddings else ONE_RANK
 
     @property
@@ -80,7 +80,7 @@ class Shard:
 
     @property
     def height(self) -> int:
-        """Entries of a full shard."""
+        """The number of entries of a full shard; the last shards can be smaller."""
         return -(-self.total // self.ranks.size)
 
 
@@ -91,21 +91,21 @@ def rows_here(tensor: Tensor) -> Tensor:
 
 
 def row_shard(total: int, ranks: RankGroup) -> Shard:
-    """This rank's rows of a table of `total` rows."""
+    """The shard of this rank, for a table of `total` rows."""
     shard = Shard(ranks, 0, 0, total)
     start, stop = (min(rank * shard.height, total) for rank in (ranks.rank, ranks.rank + 1))
     return replace(shard, start=start, stop=stop)
 
 
 def expert_shard(total: int, ranks: RankGroup) -> Shard:
-    """This rank's experts. Raises ValueError if they cannot be split evenly."""
+    """The shard of this rank, for `total` experts. Raises ValueError if they cannot be split evenly."""
     if total % ranks.size:
         raise ValueError(f"{total} routed experts cannot be split evenly over {ranks.size} ranks")
     return row_shard(total, ranks)
 
 
 def mark_shards(model: nn.Module) -> None:
-    """Set `parameter.shard` on the parameters of every module that has a `shard` and is not whole."""
+    """Set `parameter.shard` on the parameters of every module that has a `shard` and is split over several ranks."""
     for module in model.modules():
         shard = getattr(module, "shard", None)
         if shard is not None and shard.ranks.size > 1:

@@ -1,6 +1,7 @@
-"""Tables whose rows may be split over ranks: the token embedding, the Engram tables, the head.
+"""Tables whose rows can be split over ranks: the token embedding, the Engram tables and the head.
 
-Shapes: V rows of the whole table, U distinct rows of a look-up, dim columns.
+In shapes, V is the number of rows of the whole table, U the number of distinct rows in a look-up and dim the number of
+columns.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from model.precision import without_autocast
 
 
 class Lookup(NamedTuple):
-    """Rows of a table: `values` [U, dim], and `places`, int64 of any shape, with the position of each requested row in
-    it. While `work` is set the rows are still being received: use what `arrived` returns.
+    """The result of a look-up: the distinct rows `values` [U, dim], and `places`, int64 of any shape, with the position
+    of each requested row in `values`. While `work` is set, the rows are still being received; call `arrived` before
+    using them.
     """
 
     values: Tensor
@@ -38,7 +40,7 @@ class Lookup(NamedTuple):
 
 
 class Table(nn.Embedding, Watched):
-    """This rank's rows of an embedding of `rows` rows."""
+    """This rank's rows of an embedding table that has `rows` rows in total."""
 
     def __init__(self, rows: int, dim: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
@@ -46,13 +48,15 @@ class Table(nn.Embedding, Watched):
         self.shard = shard
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 of any shape -> [*ids.shape, dim]."""
+        """Look up the rows [*ids.shape, dim] of the int64 `ids`, which can have any shape."""
         return self.look_up(ids).arrived().rows()
 
     def look_up(self, ids: Tensor) -> Lookup:
-        """Fetch the rows `ids` of the whole table, each once, from the ranks that hold them. All ranks must take part.
+        """Fetch the rows `ids` of the whole table, each distinct row once, from the ranks that hold them. All ranks
+        must call this method.
 
-        The rows are received while other work continues. Their gradients are summed here, then returned to the owners.
+        The rows are received asynchronously. Their gradients are summed on this rank and then sent to the ranks that
+        hold the rows.
         """
         shard = self.shard
         if shard.ranks.size == 1:
@@ -64,7 +68,9 @@ class Table(nn.Embedding, Watched):
         if len(asked) and not len(shard):
             raise RuntimeError(self._complaint(f"{len(asked)} rows"))
         self.note((asked < shard.start) | (asked >= shard.stop), asked)
-        found = (asked - shard.start).clamp(0, len(shard) - 1)  # out of range only if the ranks are out of step
+        found = (asked - shard.start).clamp(
+            0, len(shard) - 1
+        )  # can only be out of range if the ranks are not at the same point of the program
         works: list[dist.Work] = []
         values = _Fetch.apply(self.weight, found, receive, send, shard.ranks, works)
         return Lookup(values, index, works[0])
@@ -81,8 +87,8 @@ class Table(nn.Embedding, Watched):
 
 
 class _Fetch(torch.autograd.Function):
-    """Rows of the shard `weight` requested by each rank -> rows requested here. Appends the asynchronous handle to
-    `works`.
+    """Sends the rows of the shard `weight` that each rank requested, and receives the rows that this rank requested.
+    Appends the handle of the asynchronous exchange to `works`.
     """
 
     @staticmethod
@@ -102,7 +108,7 @@ class _Fetch(torch.autograd.Function):
 
 
 class Head(nn.Linear):
-    """This rank's rows of a head that scores `rows` tokens."""
+    """This rank's rows of an output head for a vocabulary of `rows` tokens."""
 
     def __init__(self, dim: int, rows: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
@@ -110,22 +116,28 @@ class Head(nn.Linear):
         self.shard = shard
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., dim] -> logits fp32 [..., rows]."""
+        """Compute the logits fp32 [..., rows] from hidden states [..., dim]."""
         return logits(hidden, self.full_weight())
 
     def full_weight(self) -> Tensor:
-        """The weight [rows, dim] of all ranks, which must all take part. Its gradient is summed over the ranks."""
+        """Gather the whole weight [rows, dim] from all ranks, which must all call this method. Its gradient is summed
+        over the ranks.
+        """
         return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
 
 
 @without_autocast
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """fp32 [..., V] of hidden [..., d] and weight [V, d] of any type (released inference code)."""
+    """The logits fp32 [..., V] of hidden [..., d] and weight [V, d] of any dtype, computed as in the released inference
+    code.
+    """
     return F.linear(hidden.float(), weight.float())
 
 
 class _Gather(torch.autograd.Function):
-    """Shards -> whole; the gradient goes back as a sum over the ranks, taken in their order."""
+    """Gathers the shards of all ranks to the whole weight; the gradient of each shard is summed over the ranks in their
+    order.
+    """
 
     @staticmethod
     def forward(ctx, weight: Tensor, shard: Shard) -> Tensor:

@@ -457,7 +457,7 @@ REFUSED = [
     (lambda t: t.pop("mtp.1.confidence_head.proj.weight"), r"missing: mtp.1.confidence_head.proj.weight \[1, 70\]"),
     (lambda t: t.update({"mtp.2.norm.weight": torch.ones(64)}), "extra: mtp.2.norm.weight"),
     (lambda t: t.update({"mtp.0.main_norm.weight": torch.ones(3)}), "shape: mtp.0.main_norm.weight"),
-    (lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")], "holds no drafter"),
+    (lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")], "contains no drafter"),
 ]
 
 

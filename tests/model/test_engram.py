@@ -165,7 +165,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_value_and_place(wrong: in
         built(ids)
     with pytest.raises(ValueError, match=rf"input_ids\[1, 2\] = {wrong} "):
         built.losses(ids, ids.clamp(0, 60), built.loss_denominators(ids, ids.clamp(0, 60)))
-    with pytest.raises(ValueError, match=rf"prompt: holds {wrong}"):
+    with pytest.raises(ValueError, match=rf"prompt: contains {wrong}"):
         generate(built, [Request((5, wrong), 2)])
     padded = torch.tensor([[1, 1, 1], [1, 1, 0]])
     assert built(ids, attention_mask=padded).logits.isfinite().all(), "what stands at padding does not matter"

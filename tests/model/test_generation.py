@@ -352,8 +352,8 @@ def test_stops() -> None:
     ("changes", "message"),
     [
         ({"prompt": ()}, "prompt: is empty"),
-        ({"prompt": (61,)}, r"prompt: holds 61, allowed are 0..60"),
-        ({"stop": frozenset({-1})}, "stop: holds -1"),
+        ({"prompt": (61,)}, r"prompt: contains 61; allowed are 0..60"),
+        ({"stop": frozenset({-1})}, "stop: contains -1"),
         ({"max_tokens": 0}, "max_tokens: is 0"),
         ({"temperature": -1.0}, "temperature: is -1.0"),
         ({"top_p": 0.0}, "top_p: is 0.0"),
