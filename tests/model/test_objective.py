@@ -87,8 +87,8 @@ def test_other_experts_are_used_where_recorded_and_train_the_router(recompute: b
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r[:, :, :5], "routing must be whole numbers"),
-        (lambda r: r.float(), "routing must be whole numbers"),
+        (lambda r: r[:, :, :5], "routing must be an integer tensor"),
+        (lambda r: r.float(), "routing must be an integer tensor"),
         (lambda r: r.masked_fill(r == 3, 4), "2 different experts of 0..3"),
         (lambda r: torch.where(torch.arange(2) > 0, r[..., :1], r), "2 different experts"),
         (lambda r: torch.where(torch.arange(2) > 0, -1, r), "2 different experts"),
