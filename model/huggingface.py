@@ -634,7 +634,9 @@ class Decoding:
             if wrong := [token for token in ids[known:] if not 0 <= token < size]:
                 raise ValueError(f"input_ids row {row} holds {wrong[0]}: allowed are 0..{size - 1}")
         if not all(wanted):
-            raise ValueError(f"attention_mask row {wanted.index([])} has no real token; begin it with BOS")
+            raise ValueError(
+                f"attention_mask row {wanted.index([])} has only padding; it needs at least one token, such as BOS"
+            )
         pairs = list(zip(wanted, self.seen, strict=False))
         if len(pairs) < len(wanted) or any(ids[: len(old)] != old or len(ids) == len(old) for ids, old in pairs):
             self.cache = Cache(self.model.config.text, self.model.runtime.kv_quant, device=input_ids.device)

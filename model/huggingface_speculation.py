@@ -76,7 +76,9 @@ def continued(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [tuple(ids[real.bool()].tolist()) for ids, real in zip(input_ids, mask, strict=True)]
     if () in prompts:
-        raise ValueError(f"attention_mask row {prompts.index(())} has no real token; begin it with BOS")
+        raise ValueError(
+            f"attention_mask row {prompts.index(())} has only padding; it needs at least one token, such as BOS"
+        )
     vocabulary = drafter.config.text.vocab_size
     ends = [t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist()]
     stop = frozenset(token for token in ends if 0 <= token < vocabulary)

@@ -490,7 +490,7 @@ def test_a_model_in_memory_takes_the_drafter_of_its_export(tmp_path: Path) -> No
 
 def test_another_backbone_is_refused(written) -> None:
     _, folder = written
-    with pytest.raises(ValueError, match="not that of the backbone"):
+    with pytest.raises(ValueError, match="differs from that of the backbone"):
         load_drafter(folder / "plain", tiny_model(**DRAFTER))
 
 

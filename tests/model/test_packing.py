@@ -134,7 +134,7 @@ MALFORMED = [
     ({"seq_lens": [[3], [4]]}, r"\[1, documents\]"),
     ({"attention_mask": [[1, 1, 0, 1, 1, 1, 1, 1]]}, "row 0 has zeros between ones"),
     ({"attention_mask": [[1, 1]]}, r"\[1, 8\]"),
-    ({"attention_mask": [[0] * 8]}, "no real token"),
+    ({"attention_mask": [[0] * 8]}, "only padding and no token"),
 ]
 
 

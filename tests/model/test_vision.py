@@ -111,11 +111,11 @@ def test_image_features_go_to_their_own_image(no_rounding) -> None:  # noqa: F81
 def test_disagreements_are_refused() -> None:
     model = tiny_model(vision=True)
     batch = image_batch()
-    with pytest.raises(ValueError, match="48 patches, pixel_values has 47"):
+    with pytest.raises(ValueError, match="48 patches, but pixel_values has 47"):
         model(**batch | {"pixel_values": batch["pixel_values"][1:]})
     fewer = batch["vision_token_types"].clone()
     fewer[fewer == IMAGE] = NEWLINE
-    with pytest.raises(ValueError, match="0 IMAGE tokens.*make 6"):
+    with pytest.raises(ValueError, match="0 IMAGE tokens.*give 6"):
         model(**batch | {"vision_token_types": fewer})
     with pytest.raises(ValueError, match="vision_config"):
         tiny_model()(**batch)
