@@ -22,8 +22,8 @@ class Collator:
         labels: int64 [B, S], the target labels, not shifted. A label is IGNORE_INDEX at padding, at image tokens, at
             the first token of every piece of a document, and where the loss mask is False.
         seq_lens: int64 [B, pieces], the lengths of the pieces of documents in each row, padded with zeros. With
-            `pairs` every document counts as two pieces: the conversation with the preferred answer, then the one with
-            the rejected answer.
+            `pairs`, every document is treated as two pieces: the conversation with the preferred answer, and the
+            conversation with the rejected answer.
     A batch from a source with images also has:
         pixel_values: float32 [patches, 3, p, p], the patches of all images.
         image_grid_hws: int64 [images, 2], height and width of each image in patches.
@@ -68,7 +68,9 @@ class Collator:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _halves(self, ids: np.ndarray) -> list[int]:
-        """The lengths of the two conversations of a pair. The second begins at the only BOS inside: no text has one."""
+        """The lengths of the two conversations of a preference pair. The second conversation begins at the only BOS
+        after the first token, because no text contains BOS.
+        """
         first = int((ids[1:] == self.special.bos).argmax()) + 1
         return [first, len(ids) - first]
 

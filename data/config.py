@@ -17,8 +17,8 @@ class SourceKind:
     """The properties of one kind of data source, which are known before a source is opened.
 
     Attributes:
-        opener: the function in `data/open.py` that opens the source, as "module:function". It is given by name because
-            importing it loads libraries that the settings do not need.
+        opener: the function in `data/open.py` that opens the source, as "module:function". The function is given by
+            name because importing it loads libraries that the settings do not need.
         paths: what `data.paths` must contain: "files" (files, folders or glob patterns), "dataset" (one dataset id or
             folder) or "nothing".
         suffixes: the suffixes of the files that are read in a folder.
@@ -245,7 +245,7 @@ class DataConfig:
 
 
 def _formats(kind: SourceKind) -> tuple[str, ...]:
-    """The values of `data.format` that a kind of source has beside `auto`."""
+    """The values of `data.format` that a kind of source supports besides `auto`."""
     if kind.pairs:
         return ("preference",)
     if kind.conversations:

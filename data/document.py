@@ -39,8 +39,8 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Text that is given as token ids. `supervised`: for each token id, whether it is a target of the loss; None if the
-    whole part is supervised or not.
+    """Text that is given as token ids. `supervised`: for each token id, whether it is a target of the loss; None if all
+    token ids are supervised as the part is.
     """
 
     ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Data loaders that yield batches of packed rows. Their position can be saved and resumed exactly.
+"""Data loaders that yield batches of packed rows. The position of a loader can be saved and resumed exactly.
 
 All ranks iterate over the same rows in the same order (`data/rows.py`), and each rank takes its slice of every batch. A
 global batch therefore has the same rows on any number of ranks.
@@ -61,8 +61,8 @@ class TrainLoader:
         return self.collator.collate(chosen[first : first + self.per_rank_batch])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data as JSON-compatible values. It remains valid if the batch size or the number
-        of ranks changes.
+        """The position in the training data as JSON-compatible values. A saved position remains valid if the batch size
+        or the number of ranks changes.
         """
         return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
 

@@ -1,4 +1,4 @@
-"""How far long work has come, and how long the rest will take: a bar on a terminal, elsewhere a line now and then."""
+"""Shows the progress of long work and the estimated remaining time: as a bar on a terminal, otherwise as log lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-QUIET = 2.0  # seconds; work that is done sooner shows nothing
+QUIET = 2.0  # seconds; no progress is shown for work that takes less time
 LINE_AFTER, LINE_EVERY = 10.0, 30.0  # seconds to the first line, and between lines
 
 Advance = Callable[[float], None]
@@ -16,10 +16,12 @@ Advance = Callable[[float], None]
 
 @contextmanager
 def progress(what: str, total: float, say: Callable[[str], None] | None = None) -> Iterator[Advance]:
-    """Show the progress of the work inside the `with` block; it calls what it is given with each amount done.
+    """A context manager that shows the progress of the work in its body. It yields a function that the body calls with
+    each amount of work done.
 
-    what: names the work, such as "tokenising". total: of the amounts, in any unit. say: takes the lines, for work that
-    has a log of its own; None shows a bar if standard error is a terminal, and else writes lines there.
+    what: the name of the work, such as "tokenising". total: the sum of all amounts, in any unit. say: a function that
+    receives the lines, for work with its own log; if None, a bar is shown if standard error is a terminal, and
+    otherwise lines are written there.
     """
     shown = _Bar(what, total) if say is None and sys.stderr.isatty() else _Lines(what, total, say or _to_stderr)
     try:
@@ -29,7 +31,7 @@ def progress(what: str, total: float, say: Callable[[str], None] | None = None) 
 
 
 class _Lines:
-    """A line every half minute."""
+    """Writes a progress line every half minute."""
 
     def __init__(self, what: str, total: float, say: Callable[[str], None]):
         self.what, self.total, self.say, self.done = what, total, say, 0.0
@@ -50,12 +52,12 @@ class _Lines:
 
 
 class _Bar:
-    """A bar that disappears when the work is done."""
+    """Shows a progress bar that disappears when the work is done."""
 
     def __init__(self, what: str, total: float):
         self.what, self.total, self.done = what, total, 0.0
         self.began = time.monotonic()
-        self.bar: Any = None  # of rich, which takes a moment to import
+        self.bar: Any = None  # a progress bar of rich, which is slow to import
 
     def advance(self, amount: float) -> None:
         self.done += amount
@@ -80,7 +82,7 @@ class _Bar:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: `0:00:05`."""
+    """A duration as hours, minutes and seconds, such as `0:00:05`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 

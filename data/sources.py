@@ -55,7 +55,7 @@ class _Files:
 
 
 class TextFiles(_Files):
-    """A source that makes one document of each file. Its position is the number of files read."""
+    """A source that makes one document of each file. A position is the number of files read."""
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for index in range(position or 0, len(self.files)):
@@ -168,7 +168,7 @@ class JsonLines(RecordFiles):
 
 
 class Parquet(JsonLines):
-    """Equal to `JsonLines`. It has a different name because class names are part of saved positions."""
+    """Equal to `JsonLines`. This class has a different name because class names are part of saved positions."""
 
 
 class ImageTextLines(RecordFiles):

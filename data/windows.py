@@ -104,8 +104,8 @@ class Windows(Protocol):
 
 
 def random_stream(*key: int) -> np.random.RandomState:
-    """A random number generator seeded by a key. It is a RandomState because NumPy guarantees the same numbers in all
-    versions.
+    """A random number generator seeded by a key. The generator is a RandomState because NumPy guarantees its numbers to
+    be the same in all versions.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return np.random.RandomState(int.from_bytes(digest, "little"))

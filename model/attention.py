@@ -11,10 +11,10 @@ The schedule in the configuration gives each layer one of four kinds:
 
   Reuse layers take both the main KV and the selected entries from earlier layers.
 
-Layers pass a `CrossLayerState` on to later layers. It is immutable and nothing is stored on modules, so that activation
-checkpointing and several micro-batches in flight work correctly.
-In shapes, T is the number of tokens, d the hidden size, H the number of heads, D the head dimension, N the number of
-entry slots and K the number of selected entries per query.
+Layers pass a `CrossLayerState` on to later layers. This state is immutable and no attention state is stored on modules,
+so that activation checkpointing and several micro-batches in flight work correctly. In shapes, T is the number of
+tokens, d the hidden size, H the number of heads, D the head dimension, N the number of entry slots and K the number of
+selected entries per query.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Attention(nn.Module):
     ) -> AttentionOutput:
         """Attend from the normalised sublayer input x [T, d]. `cache` holds this layer's KV of earlier tokens; the
         tokens of the layout follow these tokens, and their KV is added to the cache. `first`: the state that the first
-        pass returned, given in recomputation. Its entries, index keys and selection are reused, because the backward
-        pass needs only the tensors from which they were computed.
+        pass returned, given in recomputation. The entries, index keys and selection of that state are reused, because
+        the backward pass needs only the tensors from which they were computed.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)

@@ -52,9 +52,9 @@ def part_of(name: str) -> str:
 
 
 def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
-    """A lower bound for the number of parameters that a process holds, which counts only the large matrices. It is
-    computed without building a model, so it works for any size. With `table_shards`, the token embedding and the head
-    are counted as split too.
+    """A lower bound for the number of parameters that a process holds, which counts only the large matrices. No model
+    is built to compute this bound, so a configuration can have any size. With `table_shards`, the token embedding and
+    the head are counted as split too.
     """
     text, vision = config.text, config.vision
     d, n, heads = text.hidden_size, text.hc_mult, text.num_attention_heads * text.head_dim

@@ -12,9 +12,9 @@ accepted.
 
 The drafter also uses the embedding and the head of the backbone; no parameter of the backbone gets a gradient.
 
-The loss is 0.1 CE + 0.9 L1 + 1.0 BCE, as in DeepSpec (arXiv 2607.05147). It compares q, the drafter's distribution
-given the true previous tokens, with p, the distribution of the backbone. Slot i is weighted by exp(-i/4), and counts
-only if it and all slots before it are supervised.
+The loss is 0.1 CE + 0.9 L1 + 1.0 BCE, as in DeepSpec (arXiv 2607.05147). The loss compares q, the drafter's
+distribution given the true previous tokens, with p, the distribution of the backbone. Slot i is weighted by exp(-i/4),
+and counts only if it and all slots before it are supervised.
 
 In shapes, T is the number of tokens without padding, N the number of drafted blocks, B the block size, W the window
 size, n the number of residual streams, d the hidden size, H the number of heads, D the head dimension, V the vocabulary
@@ -111,7 +111,7 @@ class Drafted(NamedTuple):
 
 class Draft(NamedTuple):
     """Proposed tokens int64 [A, B], the logits fp32 [A, B, V] that they were chosen from, and confidence logits fp32
-    [A, B]. With anchors [rows, A], each has a leading axis of rows.
+    [A, B]. With anchors [rows, A], each of these tensors has a leading axis of rows.
     """
 
     tokens: Tensor
@@ -248,9 +248,9 @@ class StageOutput(NamedTuple):
 
 
 class Stage(Block):
-    """A drafter stage: a block like those of the backbone that also attends to context keys. It has window attention
-    only, and its own number of experts. The first stage also holds the projection and norm that compute `main_x`; the
-    last stage holds the final norm, the Markov head and the confidence head.
+    """A drafter stage: a block like those of the backbone that also attends to context keys. A stage has window
+    attention only, and its own number of experts. The first stage also holds the projection and norm that compute
+    `main_x`; the last stage holds the final norm, the Markov head and the confidence head.
     """
 
     def __init__(self, config: TextConfig, stage: int, parallel: Parallel):

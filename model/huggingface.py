@@ -157,8 +157,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             the whole step, over all processes. "lm": only the trainer's own loss is used, and indexers and router
             biases do not change.
         router_bias_rate: the size of the change of a router bias in one step.
-        drafter: the drafter of the folder, or None. It belongs to no trainer: its weights are not among the model's
-            parameters, and stay. `generate` decodes with it, see `prepare_inputs_for_generation`.
+        drafter: the drafter of the folder, or None. The drafter is not trained: its weights are not among the model's
+            parameters. `generate` decodes with it, see `prepare_inputs_for_generation`.
 
     The added losses are means over a micro-batch. If labels are given, they are weighted by the micro-batch's fraction
     of the step's targets (`num_items_in_batch`), so that the losses of micro-batches and processes add up. If no labels
@@ -453,9 +453,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """The arguments of the next forward pass in `generate`. They always contain the whole sequences; `decoding`
-        determines which tokens are new, and without `decoding` every step processes all tokens again. Only text prompts
-        are supported.
+        """The arguments of the next forward pass in `generate`. These arguments always contain the whole sequences;
+        `decoding` determines which tokens are new, and without `decoding` every step processes all tokens again. Only
+        text prompts are supported.
 
         use_drafter is an argument of `generate` that `_sample` reads: True requires the drafter, False does not use it,
         and None uses it if the other arguments allow it.
@@ -487,8 +487,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **inputs: Any,
     ) -> Any:
-        """The decoding loop of `generate` for greedy decoding and sampling. It uses the drafter if the arguments allow
-        it, otherwise the loop of transformers. Raises ValueError with the reason if `use_drafter` is True and the
+        """The decoding loop of `generate` for greedy decoding and sampling. The drafter is used if the arguments allow
+        it; otherwise the loop of transformers runs. Raises ValueError with the reason if `use_drafter` is True and the
         drafter cannot be used.
         """
         against = hindrances(logits_processor, stopping_criteria, generation_config, streamer, inputs)
@@ -538,8 +538,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class Backbone:
-    """A `DeepseekV41ForCausalLM` without its head, whose call returns hidden states. All its other attributes are those
-    of the wrapped `DeepseekV41`.
+    """A `DeepseekV41ForCausalLM` without its head, whose call returns hidden states. All other attributes of this
+    object are those of the wrapped `DeepseekV41`.
     """
 
     def __init__(self, owner: DeepseekV41ForCausalLM):

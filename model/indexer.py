@@ -36,7 +36,7 @@ class IndexQuery(NamedTuple):
 
 
 class Indexer(nn.Module):
-    """The indexer of a Full or Reindex layer. It computes queries, and in a Full layer also keys."""
+    """The indexer of a Full or Reindex layer. An indexer computes queries, and in a Full layer also keys."""
 
     def __init__(self, config: TextConfig, owns_keys: bool):
         super().__init__()
@@ -48,8 +48,8 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
     def query(self, x: Tensor, q_lat: Tensor, layout: SequenceLayout) -> IndexQuery:
-        """Compute the query from x [T, d] and q_lat [T, q_lora]. Both are detached, so that the language-model loss
-        does not train the indexer.
+        """Compute the query from x [T, d] and q_lat [T, q_lora]. Both inputs are detached, so that the language-model
+        loss does not train the indexer.
         """
         q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))
         q = fake_quant_mxfp4(rotate(q, layout.phasors_yarn))

@@ -10,7 +10,7 @@ number of entry slots, K the number of selected entries and W the window size.
 
 `dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
 gathers for each block the C + W keys that it can see and its selected entries, and recomputes the probabilities in the
-backward pass. It takes O(T * (W + K)) time and O(T) memory, and makes no matrix of size T x T or T x N.
+backward pass. `sparse_attention` takes O(T * (W + K)) time and O(T) memory, and makes no matrix of size T x T or T x N.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def dense_attention(
     sink: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference. q [T, H, D], window_kv [h + T, D] (keys of the h tokens before the queries, then of their own),
-    window_start int [T] (first visible token, counted from the first query; negative: before it), entries [N, D],
-    topk_indices int [T, K] (-1 = none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each
-    selected entry summed over heads).
+    """The reference implementation of attention. q [T, H, D]; window_kv [h + T, D], the keys of h tokens before the
+    first query and then of the queries' tokens; window_start int [T], the first visible token, counted from the first
+    query (negative: an earlier token); entries [N, D], topk_indices int [T, K] (-1 = none), sink fp32 [H] -> (out [T,
+    H, D], mass fp32 [T, K]: probability of each selected entry summed over heads).
     """
     tokens, near = q.shape[0], window_kv.shape[0]
     index = torch.arange(tokens, device=q.device)
@@ -99,7 +99,7 @@ def dense_attention_mass(
     """The mass that attention over the window and *all* visible entries would put on each entry, summed over heads:
     fp32 [T, N].
 
-    It is the reference for measuring the quality of a selection. The cost is quadratic, so use small batches.
+    This mass is the reference for measuring the quality of a selection. The cost is quadratic, so use small batches.
     """
     slot = torch.arange(entries.shape[0], device=q.device, dtype=torch.int32)
     seen = (slot >= visible_from[:, None]) & (slot < visible_to[:, None])
@@ -272,7 +272,7 @@ class Scratch:
 
 
 class _Chunks:
-    """The padded inputs of one attention call. It computes the scores of a chunk in the same way in the forward and
+    """The padded inputs of one attention call. The scores of a chunk are computed in the same way in the forward and
     backward pass.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: Muon, Sinkhorn-balanced momentum or AdamW for each parameter, as its rule says."""
+"""The optimizer of a run, which updates each parameter by the method that its rule sets (Muon, Sinkhorn or AdamW)."""
 
 from __future__ import annotations
 

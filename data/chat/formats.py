@@ -77,8 +77,8 @@ def as_messages(record: Any, shape: str, field: str, file: str, line: int) -> Ma
 
 
 def as_pair(record: Any, field: str, file: str, line: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A preference record as two records like those of `as_messages`: one ends in the preferred answer, the other in
-    the rejected one. What precedes the answers is the same in both.
+    """Split a preference record into two records in the format of `as_messages`: one ends in the preferred answer, the
+    other in the rejected answer. The messages before the answers are the same in both records.
 
     Raises `DataError` for a record without both answers.
     """
@@ -160,7 +160,7 @@ class _Shapes:
         return record, [_context(message) for message in before] + after
 
     def pair(self, record: dict[str, Any], field: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Two records: with the preferred and with the rejected answer."""
+        """Returns two records, one with the preferred answer and one with the rejected answer."""
         record = self._with_openai_names(dict(record))
         answers = record.get("chosen"), record.get("rejected")
         for name, answer in zip(("chosen", "rejected"), answers, strict=True):
@@ -176,12 +176,14 @@ class _Shapes:
         return _without(chosen, "rejected"), _without(rejected, "rejected")
 
     def _with_openai_names(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A record of OpenAI's preference fine-tuning with the keys that others use; other records as they are."""
+        """A record in OpenAI's format for preference fine-tuning, converted to the keys of other frameworks; other
+        records are returned unchanged.
+        """
         if "preferred_output" not in record:
             return record
         given = record.pop("input", None)
         if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
-            raise self.bad("wrong input", 'must be {"messages": [...]} beside preferred_output')
+            raise self.bad("wrong input", 'must be {"messages": [...]} in a record with preferred_output')
         record |= {key: value for key, value in given.items() if key != "messages"} | {"prompt": given["messages"]}
         record["chosen"] = record.pop("preferred_output")
         record["rejected"] = record.pop("non_preferred_output", None)

@@ -64,8 +64,9 @@ class ChatDataset(HubDataset):
 
 
 class _Pairs(_Conversations):
-    """A record is a preferred and a rejected answer to one prompt. It becomes one document, so that both stay in the
-    same row: the conversation with the preferred answer, EOS, BOS, the conversation with the rejected one.
+    """A source of preference pairs: each record has a preferred and a rejected answer to one prompt. A record becomes
+    one document, so that both answers are in the same row: the conversation with the preferred answer, EOS, BOS, and
+    the conversation with the rejected answer.
     """
 
     formats = ("preference",)
@@ -74,7 +75,7 @@ class _Pairs(_Conversations):
         sides = as_pair(record, self.field, file, line)
         read = [read_conversation(side, file, line, self.field) for side in sides]
         thinking = read[0].thinking
-        if thinking is None:  # one prompt, so one mode: thinking if one of the answers has reasoning
+        if thinking is None:  # both answers get the same mode: thinking if one of them has reasoning
             thinking = any(message.reasoning for side in read for message in side.messages if message.supervised)
         made = [list(documents(replace(side, thinking=thinking), file, line)) for side in read]
         for name, found in zip(("chosen", "rejected"), made, strict=True):
@@ -87,14 +88,14 @@ class _Pairs(_Conversations):
 
 
 class PairLines(_Pairs, JsonLines):
-    """Preference pairs from files of records (JSONL, JSON, Parquet, Arrow)."""
+    """A source of preference pairs in files of records (JSONL, JSON, Parquet or Arrow)."""
 
     def identity(self, content: bool = True) -> str:
         return f"{super().identity(content)} pairs {FORMAT}"
 
 
 class PairDataset(HubDataset):
-    """Preference pairs from a data set of the `datasets` library."""
+    """A source of preference pairs in a data set of the `datasets` library."""
 
     several = True
     formats, columns, documents = _Pairs.formats, _Pairs.columns, _Pairs.documents
@@ -115,7 +116,9 @@ def _joined(chosen: Document, rejected: Document, key: bytes) -> Document:
 
 
 def _prompt_key(record: Mapping[str, Any], field: str) -> bytes:
-    """Equal for all pairs of one prompt, so that a split does not separate them."""
+    """A key that is equal for all pairs with the same prompt, so that all of them are on the same side of a
+    training/held-out split.
+    """
     messages = record[field]
     end = next((n for n, message in enumerate(messages) if message.get("role") == "user"), 0)
     return _key(messages[: end + 1])

@@ -67,8 +67,8 @@ def merge_checkpoints(
 
 
 def _merged(weighted: list[tuple[float, TensorSource]]) -> TensorSource:
-    """The weighted sum of one tensor. It keeps the quantisation scales of the first checkpoint, so that tiles that
-    these scales still represent exactly keep their bytes.
+    """The weighted sum of one tensor. The sum keeps the quantisation scales of the first checkpoint, so that tiles that
+    these scales represent exactly keep their bytes.
     """
     sources = [source for _, source in weighted]
     first = sources[0]

@@ -194,8 +194,8 @@ def tile_span(rows: slice, packing: Packing) -> slice:
 
 
 class Shards:
-    """Reads tensors of safetensors files block by block. It is a context manager that keeps the files open until it
-    exits.
+    """Reads tensors of safetensors files block by block. The reader is a context manager, which keeps the files open
+    until it exits.
     """
 
     def __init__(self, headers: dict[str, Header]):
@@ -317,8 +317,8 @@ def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int
     that is large enough. The tensors of a bundle are in the same shard; a bundle that exceeds `shard_bytes` has a shard
     of its own. Returns the total size of all tensors in bytes.
 
-    With several processes, all pass the same bundles, but each passes only the rows that it writes. They write into the
-    same files, so all must have access to the folder; the files equal those that a single process would write.
+    With several processes, all pass the same bundles, but each passes only the rows that it writes. All processes write
+    into the same files, so all must have access to the folder; the files equal those that a single process would write.
     """
     by_name = {bundle[0].name: bundle for bundle in bundles}
     split = split_state_dict_into_shards_factory(

@@ -48,8 +48,8 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0.0, **keywords: Any) -> None:
-    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. Nothing runs if the
-    tensors are meta or fake tensors, or if the grid is empty.
+    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. The kernel is not
+    run if the tensors are meta or fake tensors, or if the grid is empty.
     """
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):

@@ -4,11 +4,11 @@ Each program handles one query with all its heads, and loads tiles of window key
 numbers. No input is padded or copied, and the backward pass recomputes the attention probabilities.
 
 The backward pass has three kernels, which each recompute the probabilities, because one kernel for all gradients would
-need more registers than a GPU has. The first computes the gradients of queries. The second computes those of window
-keys: a program takes a block of keys and iterates over the queries that see them, so that only one program writes each
-gradient. The third computes those of entries. Many queries can select the same entry, so its gradient is summed with
-fp32 atomics in no fixed order. Under `torch.use_deterministic_algorithms`, the gradients are instead written out for a
-chunk of queries at a time and summed in the order of the queries.
+need more registers than a GPU has. The first kernel computes the gradients of queries. The second kernel computes the
+gradients of window keys: a program takes a block of keys and iterates over the queries that see them, so that only one
+program writes each gradient. The third kernel computes the gradients of selected entries. Many queries can select the
+same entry, so its gradient is summed with fp32 atomics in no fixed order. Under `torch.use_deterministic_algorithms`,
+the gradients are instead written out for a chunk of queries at a time and summed in the order of the queries.
 """
 
 import torch
