@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache.step import LayerCache
@@ -217,6 +218,8 @@ class Attention(nn.Module):
         elif chunk is not None and self.ratio > 1:
             values, gates = with_halo(projected, entries.halo, chunk.ranks)
             projected = values, gates
+        if not len(projected[0]):  # an empty chunk: its share of the gathered rows, of which none is used, needs one
+            projected = tuple(None if part is None else F.pad(part, (0, 0, 0, 1)) for part in projected)
         latent = self.compressor.pool(*projected, entries)
         kv, keys = rotate(latent, entries.phasors), self.indexer.keys(latent, entries)
         if cache is not None:

@@ -28,23 +28,18 @@ def chunk_of(
     """The layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks of equal size, one for
     each rank.
 
-    takes_feature bool [B, S]: the tokens whose embedding is an image feature (None: there is no image). Raises
-    ValueError if there are fewer tokens than ranks.
+    takes_feature bool [B, S]: the tokens whose embedding is an image feature (None: there is no image). If there are
+    fewer tokens than ranks, the last ranks get none.
     """
-    if layout.tokens < ranks.size:
-        raise ValueError(
-            f"a micro-batch of {layout.tokens} tokens cannot be split over the {ranks.size} ranks of "
-            "parallel.context_parallel, because each rank needs at least one token"
-        )
     device, layout = layout.position.device, layout.to(torch.device("cpu"))
-    cuts = torch.arange(ranks.size + 1) * layout.tokens // ranks.size
+    cuts = -(torch.arange(ranks.size + 1) * -layout.tokens // ranks.size)
     start, stop = int(cuts[ranks.rank]), int(cuts[ranks.rank + 1])
     own = slice(start, stop)
     place = torch.arange(layout.tokens) if layout.gather is None else layout.gather
     before = slice(max(0, start - (config.engram_max_ngram_size - 1) * bool(config.engram_layer_ids)), start)
     chunk = Chunk(
         ranks=ranks,
-        window=_halo(layout.window_start[cuts[:-1]], cuts, ranks.rank),
+        window=_halo(torch.cat([layout.window_start, cuts[-1:]])[cuts[:-1]], cuts, ranks.rank),
         lookback=place[before],
         lookback_image=None if layout.image is None else layout.image[before],
         feature_slots=_feature_slots(takes_feature, place, start, stop),

@@ -206,7 +206,7 @@ def _cache_sized(streams: Tensor):
     devices all rows at once.
     """
     tokens = streams.shape[0]
-    step = max(1, 2**18 // streams[0].numel()) if streams.device.type == "cpu" else max(1, tokens)
+    step = max(1, 2**18 // streams.shape[1:].numel()) if streams.device.type == "cpu" else max(1, tokens)
     return (slice(start, start + step) for start in range(0, tokens, step))
 
 

@@ -46,6 +46,8 @@ ROWS: dict[str, list[list[int]]] = {
     "chunks shorter than the window": [[7]],
     "one token each": [[1] * 12],
     "no entry": [[1, 1, 1, 1]],
+    "one token": [[1, 0]],
+    "three tokens": [[2, 1]],
     "two rows with padding": [[20, 5, 0], [9, 1, 17]],
 }
 
@@ -272,13 +274,6 @@ def test_golden_case() -> None:
     assert logits[real].any(-1).any() and other[real].any(-1).any() and not (logits * other).any()
     assert ((logits + other)[real] - expected["logits"][real]).abs().max() <= 1e-4
     assert abs((nats + more) / (targets + others) - expected["loss"]) <= 1e-5
-
-
-def test_fewer_tokens_than_ranks_are_refused() -> None:
-    built = tiny_model()
-    built.parallel = Parallel(context=RankGroup(None, 1, 4))
-    with pytest.raises(ValueError, match=r"3 tokens cannot be split over the 4 ranks of parallel.context_parallel"):
-        built.lay_out(tokens(1, 3))
 
 
 def test_a_wrong_number_of_image_tokens_is_refused_in_a_chunk() -> None:
