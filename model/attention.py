@@ -218,8 +218,9 @@ class Attention(nn.Module):
         elif chunk is not None and self.ratio > 1:
             values, gates = with_halo(projected, entries.halo, chunk.ranks)
             projected = values, gates
-        if not len(projected[0]):  # an empty chunk: its share of the gathered rows, of which none is used, needs one
-            projected = tuple(None if part is None else F.pad(part, (0, 0, 0, 1)) for part in projected)
+        if chunk is not None and not len(projected[0]):  # its share of the gathered rows, none of them used, needs one
+            values, gates = projected
+            projected = F.pad(values, (0, 0, 0, 1)), None if gates is None else F.pad(gates, (0, 0, 0, 1))
         latent = self.compressor.pool(*projected, entries)
         kv, keys = rotate(latent, entries.phasors), self.indexer.keys(latent, entries)
         if cache is not None:

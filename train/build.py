@@ -64,7 +64,7 @@ class Run:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches that this process computes in a step."""
-        return self.config.task.per_rank_batch(self.world.size)[1]
+        return self.config.task.per_rank_batch(self.world.row_groups)[1]
 
     def autocast(self) -> torch.autocast:
         """Return a context in which the model computes in bf16 if ``parallel.precision`` is bf16; weights stay fp32."""
@@ -257,10 +257,10 @@ def open_data(
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        batch_size=config.task.per_rank_batch(world.size)[0] * world.size,
+        batch_size=config.task.per_rank_batch(world.row_groups)[0] * world.row_groups,
         seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.row_group,
+        world_size=world.row_groups,
         vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]

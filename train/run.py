@@ -124,7 +124,7 @@ def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | N
     """Log the first lines of a run: model size, step size, memory, and the checkpoint that the run continues from."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     reporter.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
-    reporter.log(run.config.task.step_text(run.world.size))
+    reporter.log(run.config.task.step_text(run.world.size, run.world.parallel.context.size))
     reporter.log(f"threads of this process: {torch.get_num_threads()} (OMP_NUM_THREADS sets them)")
     for note in run.notes:
         reporter.log(note)
@@ -204,6 +204,7 @@ def keep_adapter(run: Run) -> Path:
 
     folder, config = run.config.run_dir / "adapter", run.config
     inject.save_adapter(run.model, folder, config.initial_checkpoint, biases=config.optim.router_bias_mode != "off")
+    run.world.barrier()  # the first process writes, and the export of every process reads
     if not holds_packed(run.model):
         inject.merge(run.model)
     return folder

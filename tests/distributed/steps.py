@@ -1,10 +1,12 @@
 """Ten training steps on made batches, in any layout: run by every rank of a test, and by the test alone to compare.
 
-python tests/distributed/steps.py FOLDER CASE...   (a case: name of CASES @ EP; or @ EP d G, the dense matrices over G)
+python tests/distributed/steps.py FOLDER CASE...   (a case: name of CASES @ EP, then dG if the dense matrices are
+divided over G ranks, and cC if rows are)
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from train.loop import train_step
 from train.lora.inject import save_adapter
 
 STEPS, ROWS, LENGTH = 10, 16, 32
+LAYOUT = re.compile(r"(\d+)(?:d(\d+))?(?:c(\d+))?")
 TINY = ("model=tiny", "runtime.kv_quant=false", "task.seq_len=32", "parallel.device=cpu", "checkpoint.every=1000",
         "optim=report", "optim.schedule.warmup_steps=0", "logger.progress=false",
         # Without it AdamW makes whole steps of gradients that are zero but for rounding.
@@ -48,6 +51,7 @@ CASES = {
     "defaults": (1, DEFAULTS),
     "images": (1, VISION),
     "bf16": (1, (RECOMPUTE, "parallel.precision=bf16")),
+    "long": (4, (RECOMPUTE,)),
     "lora": (2, ("optim=adamw", "lora=all", "lora.rank=4", "lora.targets=[attention,experts,head]",
                  "optim.settings.adamw.eps=1.0e-4", "optim.schedule.peak=2.0e-4")),
 }  # fmt: skip
@@ -64,6 +68,16 @@ def rows_of_step(step: int) -> dict[str, torch.Tensor]:
     labels = ids.masked_fill(~real | (torch.rand(ROWS, LENGTH, generator=draw) < 0.3), -100)
     labels.view(4, ROWS // 4, LENGTH)[step % 4] = -100
     return {"input_ids": ids.masked_fill(~real, 2), "labels": labels, "seq_lens": lengths}
+
+
+def long_rows_of_step(step: int) -> dict[str, torch.Tensor]:
+    """The same with one document in each row, so that rows split over processes are cut inside of it."""
+    batch = rows_of_step(step)
+    lengths = torch.randint(20, LENGTH + 1, (ROWS, 1), generator=torch.Generator().manual_seed(step))
+    real = torch.arange(LENGTH) < lengths
+    labels = batch["input_ids"].masked_fill(~real, -100)
+    labels[step % ROWS] = -100
+    return {"input_ids": batch["input_ids"].masked_fill(~real, 2), "labels": labels, "seq_lens": lengths}
 
 
 def images_of_step(step: int) -> dict[str, torch.Tensor]:
@@ -87,8 +101,8 @@ def images_of_step(step: int) -> dict[str, torch.Tensor]:
 
 def share(batch: dict[str, torch.Tensor], run: Run) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step, dealt out as the loader does."""
-    rows, passes = run.config.task.per_rank_batch(run.world.size)
-    first = [(number * run.world.size + run.world.rank) * rows for number in range(passes)]
+    rows, passes = run.config.task.per_rank_batch(run.world.row_groups)
+    first = [(number * run.world.row_groups + run.world.row_group) * rows for number in range(passes)]
     return [_rows(batch, at, at + rows) for at in first]
 
 
@@ -118,13 +132,16 @@ def ten_steps(case: str, world: World, corpus: Path) -> dict:
     """The numbers of every step (with images of four, one of each kind) and the model before the first and after the
     last. No token may choose expert 3 of the first layer.
     """
-    config = configure(case, world.size, world.parallel.experts.size, corpus, world.parallel.dense.size)
+    parallel = world.parallel
+    layout = (parallel.experts.size, parallel.dense.size, parallel.context.size)
+    config = configure(case, world.size, layout[0], corpus, *layout[1:])
     run = build(config, world)
     for bias in run.model.router_biases()[0]:
         bias[3] = -1000.0
     before = {name: tensor.clone() for name, tensor in whole(run).items()}
     losses, norms = [], []
-    batch_of, steps = (images_of_step, 4) if case == "images" else (rows_of_step, STEPS)
+    batch_of = {"images": images_of_step, "long": long_rows_of_step}.get(case, rows_of_step)
+    steps = 4 if case == "images" else STEPS
     for step in range(steps):
         numbers = train_step(run, share(batch_of(step), run), step, 0)
         assert numbers["expert_load"][0, :, 3].sum() == 0
@@ -159,14 +176,14 @@ def stop_everywhere(world: World, corpus: Path) -> None:
         raise AssertionError("the step was taken")
 
 
-def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1) -> Config:
+def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1, context: int = 1) -> Config:
     """The configuration of a case for so many processes, with experts and tables in so many parts, and the dense
-    matrices over so many.
+    matrices and the rows over so many processes.
     """
     data = ("data.source=text", f"data.paths=[{corpus}/text]", f"data.validation_paths=[{corpus}/text/token.txt]",
             f"data.cache_dir={corpus}/cache", "data.vocab_size=512")  # fmt: skip
     layout = (f"parallel.world_size={size}", f"parallel.expert_parallel={parts}", f"parallel.table_shards={parts}",
-              f"parallel.dense_shards={dense}")  # fmt: skip
+              f"parallel.dense_shards={dense}", f"parallel.context_parallel={context}")  # fmt: skip
     passes, own = CASES[case]
     cut = passes * size if passes > 1 else 1  # a single pass is shared by rows
     settings = [*TINY, *data, *layout, f"task.global_batch_rows={ROWS}", f"task.micro_batch={ROWS // cut}", *own]
@@ -176,12 +193,18 @@ def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1) ->
         return parse(compose("train", overrides=open_overrides(settings)))
 
 
-def at(world: World, parts: int, dense: int = 1) -> World:
-    """The same processes with experts and tables in so many parts, and the dense matrices over so many ranks."""
+def at(world: World, parts: int, dense: int = 1, context: int = 1) -> World:
+    """The same processes with experts and tables in so many parts, and the dense matrices and rows over so many
+    ranks.
+    """
     split, same = make_groups(parts, find_process())
     mesh = rank_mesh(dense, world.device) if dense > 1 else None
-    keepers = axis_group(mesh, "parts") if mesh is not None else RankGroup()
-    parallel = Parallel(split, split, parts > 1, dense=keepers) if parts > 1 else Parallel(dense=keepers)
+    parallel = Parallel(split, split, parts > 1) if parts > 1 else Parallel()
+    parallel = replace(
+        parallel,
+        dense=axis_group(mesh, "parts") if mesh is not None else RankGroup(),
+        context=axis_group(rank_mesh(context, world.device), "parts") if context > 1 else RankGroup(),
+    )
     return replace(world, parallel=parallel, replica_groups={**world.replica_groups, parts: same}, dense_mesh=mesh)
 
 
@@ -192,7 +215,8 @@ def main(folder: Path, cases: list[str]) -> None:
         stop_everywhere(at(world, size), folder)
         for case in cases:
             name, layout = case.split("@")
-            found = ten_steps(name, at(world, *map(int, layout.split("d"))), folder)
+            parts, dense, context = (int(number or 1) for number in LAYOUT.fullmatch(layout).groups())
+            found = ten_steps(name, at(world, parts, dense, context), folder)
             if world.first:
                 torch.save(found, folder / f"{size}-{case}.pt")
 

@@ -1,4 +1,4 @@
-"""One process or several, experts and tables whole or split, one pass a step or four, recomputed or not: the same
+"""One process or several, experts, tables and rows whole or split, one pass a step or four, recomputed or not: the same
 losses and, after ten steps of the report's methods, the same model (router biases and Engram tables included).
 
 Made batches of unequal documents; in every step a rank or a pass has no target; no token may choose one expert of the
@@ -19,7 +19,7 @@ from ranks import Group
 pytestmark = pytest.mark.distributed
 
 PRODUCT = ("plain", "passes", "recompute", "both")
-QUICK = ("passes@1", "recompute@2", "recompute@2d2")
+QUICK = ("passes@1", "recompute@2", "recompute@2d2", "long@2c2")
 LAYOUTS = {
     "2 processes, some cases": (2, QUICK),
     "1 process": (1, PRODUCT[1:]),
@@ -32,6 +32,17 @@ LAYOUTS = {
         4,
         [f"{case}@{parts}" for case in PRODUCT for parts in (2, 4)]
         + ["images@4", "defaults@4", "both@1d2", "recompute@2d4", "passes@4d2"],
+    ),
+    "2 processes, rows split over both": (
+        2,
+        ["plain@1c2", "passes@1c2", "long@1c2", "plain@2c2", "both@2c2", "long@2d2c2", "images@2c2", "defaults@2c2"],
+    ),
+    "4 processes, rows split over 2 or 4": (
+        4,
+        [
+            *["passes@1c2", "long@1c2", "plain@2c2", "long@2c2", "long@1d4c2", "images@2c2"],
+            *["plain@1c4", "long@1c4", "plain@4c4", "long@4c4", "long@4d2c4", "images@4c4", "defaults@4c4"],
+        ],
     ),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:]]

@@ -36,6 +36,7 @@ CHANGEABLE = (
     "parallel.table_shards",
     "parallel.shard_embeddings",
     "parallel.dense_shards",
+    "parallel.context_parallel",
     "parallel.gpu_memory_gib",
     "parallel.hardware.",
     "runtime.frozen",

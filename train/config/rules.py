@@ -26,6 +26,8 @@ from train.config.rollout import ServersConfig
 from train.config.schema import Config, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
+CONTEXT_PARALLEL_TASKS = ("pretrain", "sft")  # those whose rows may be split over processes
+
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     """Yield every broken rule that involves several keys: the set of these keys, and a description of the problem."""
@@ -67,18 +69,21 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
     if parallel.device == "cuda" and not _cuda_is_available():
         rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
         yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
-    rows, ranks, writes = task.global_batch_rows, parallel.world_size, task.kind in ("rl", "distill")
+    rows, groups, writes = task.global_batch_rows, parallel.row_groups, task.kind in ("rl", "distill")
     if (rows is None) != writes:
         rule = f"must be null with task={task.kind}" if writes else f"task={task.kind} needs a number of rows"
         remedy = "The responses of a step determine its rows" if writes else "Set the number of rows in a step"
         yield {"task.global_batch_rows", "task.kind"}, problem("task.global_batch_rows", rows, rule, remedy)
-    elif rows is not None and rows % math.lcm(task.micro_batch, ranks):
-        rule = f"must be a multiple of task.micro_batch = {task.micro_batch} and of parallel.world_size = {ranks}"
-        keys = {"task.micro_batch", "task.global_batch_rows", "parallel.world_size"}
-        multiple = math.lcm(task.micro_batch, ranks)
+    elif rows is not None and rows % math.lcm(task.micro_batch, groups):
+        divided = " / parallel.context_parallel" if parallel.context_parallel > 1 else ""
+        processes = f"parallel.world_size{divided} = {groups}"
+        rule = f"must be a multiple of task.micro_batch = {task.micro_batch} and of {processes}"
+        keys = {"task.micro_batch", "task.global_batch_rows", "parallel.world_size", "parallel.context_parallel"}
+        multiple = math.lcm(task.micro_batch, groups)
         remedy = f"The next larger multiple is {-(-rows // multiple) * multiple}"
         yield keys, problem("task.global_batch_rows", rows, rule, remedy)
-    for key in ("expert_parallel", "table_shards", "dense_shards"):
+    ranks = parallel.world_size
+    for key in ("expert_parallel", "table_shards", "dense_shards", "context_parallel"):
         if ranks % getattr(parallel, key):
             rule = f"must divide parallel.world_size = {ranks}"
             value, remedy = getattr(parallel, key), f"Choose a divisor of {ranks}"
@@ -88,6 +93,19 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
         remedy = "Raise parallel.table_shards, or leave parallel.shard_embeddings out"
         keys = {"parallel.shard_embeddings", "parallel.table_shards"}
         yield keys, problem("parallel.shard_embeddings", True, rule, remedy)
+    if parallel.context_parallel > 1:
+        yield from _context_rules(parallel.context_parallel, task)
+
+
+def _context_rules(count: int, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
+    """What context parallelism asks of the task; `_model_rules` compares it with the model's window."""
+    if task.kind not in CONTEXT_PARALLEL_TASKS:
+        rule = f"task={task.kind} does not split rows over processes"
+        remedy = f"Use parallel.context_parallel=1, or one of the tasks {', '.join(CONTEXT_PARALLEL_TASKS)}"
+        yield {"parallel.context_parallel", "task.kind"}, problem("parallel.context_parallel", count, rule, remedy)
+    if task.seq_len % count:
+        rule, remedy = f"must divide task.seq_len = {task.seq_len}", f"Choose a divisor of {task.seq_len}"
+        yield {"parallel.context_parallel", "task.seq_len"}, problem("parallel.context_parallel", count, rule, remedy)
 
 
 def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -205,6 +223,14 @@ def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         rule = f"must divide model.text_config.n_routed_experts = {text.n_routed_experts}"
         value, remedy = config.parallel.expert_parallel, f"Choose a divisor of {text.n_routed_experts}"
         yield {"parallel.expert_parallel"}, problem("parallel.expert_parallel", value, rule, remedy)
+    chunk, parts = config.task.seq_len // config.parallel.context_parallel, config.parallel.context_parallel
+    if parts > 1 and chunk < text.sliding_window:
+        rule = (
+            f"each process would get {chunk} of the {config.task.seq_len} tokens of a row, fewer than the "
+            f"{text.sliding_window} of model.text_config.sliding_window"
+        )
+        keys = {"parallel.context_parallel", "task.seq_len"}
+        yield keys, problem("parallel.context_parallel", parts, rule, "Use a smaller number, or longer rows")
     if config.task.seq_len > text.max_position_embeddings:
         rule = f"is greater than model.text_config.max_position_embeddings = {text.max_position_embeddings}"
         remedy = "Lower task.seq_len or raise max_position_embeddings"

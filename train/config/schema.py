@@ -54,8 +54,9 @@ class TaskConfig:
     sample_temperature: NonNegativeFloat  # sampling temperature of the sample text; 0: greedy
     eval_tasks: list[EvalEntry]  # tasks that every evaluation measures too: their names, or sections with settings
 
-    def per_rank_batch(self, world_size: int) -> tuple[int, int]:
-        """Return how a step is divided for each process: rows per micro-batch, and micro-batches per step.
+    def per_rank_batch(self, row_groups: int) -> tuple[int, int]:
+        """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and
+        micro-batches per step. Under context parallelism a group of processes counts as one here.
 
         The processes first divide the micro-batches of the step among themselves; if there are more processes than
         micro-batches, they also divide the rows of each micro-batch. Without ``global_batch_rows`` the step counts as
@@ -63,15 +64,18 @@ class TaskConfig:
         ``micro_batch=2`` on 2 processes give (1, 1).
         """
         count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
-        shared = math.gcd(count, world_size)
-        return max(1, self.micro_batch // (world_size // shared)), count // shared
+        shared = math.gcd(count, row_groups)
+        return max(1, self.micro_batch // (row_groups // shared)), count // shared
 
-    def step_text(self, world_size: int) -> str:
+    def step_text(self, world_size: int, context_parallel: int = 1) -> str:
         """Describe a step in the log, such as "a step: 8 rows = 4 processes x 2 micro-batches x 1 row"."""
-        rows, count = self.per_rank_batch(world_size)
+        rows, count = self.per_rank_batch(world_size // context_parallel)
         if self.global_batch_rows is None:
             return f"a step: the rows that hold its responses, in micro-batches of at most {counted(rows, 'row')}"
-        factors = (counted(world_size, "process"), counted(count, "micro-batch"), counted(rows, "row"))
+        who = counted(world_size, "process")
+        if context_parallel > 1:
+            who = f"{counted(world_size // context_parallel, 'group')} of {context_parallel} processes that share rows"
+        factors = (who, counted(count, "micro-batch"), counted(rows, "row"))
         return f"a step: {counted(self.global_batch_rows, 'row')} = {' x '.join(factors)}"
 
 
@@ -143,11 +147,18 @@ class ParallelConfig:
     # Number of consecutive processes that keep the rows of each dense matrix of the blocks; the matrices are gathered
     # while their block runs (FSDP2). 1: every process keeps whole matrices.
     dense_shards: PositiveInt
+    # Number of consecutive processes over which the tokens of a row are split (context parallelism).
+    context_parallel: PositiveInt
     gpu_memory_gib: PositiveFloat | None  # memory of one GPU in GiB; task=plan compares its estimate with it
     heartbeat_timeout: PositiveFloat  # seconds of silence after which a process counts as lost
     start_timeout: PositiveFloat  # seconds within which all processes must start after the first one
     collective_timeout: PositiveFloat  # time limit in seconds of one collective call; a lost process is noticed earlier
     hardware: HardwareConfig
+
+    @property
+    def row_groups(self) -> int:
+        """Number of processes, or groups of processes under context parallelism, that have rows of their own."""
+        return max(1, self.world_size // self.context_parallel)
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -38,7 +38,10 @@ def launch(layout: ParallelConfig) -> World:
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))
     mesh = rank_mesh(layout.dense_shards, device) if layout.dense_shards > 1 else None
     dense = axis_group(mesh, "parts") if mesh is not None else RankGroup()
-    parallel = Parallel(experts, tables, layout.shard_embeddings, dense=dense)
+    context = RankGroup()
+    if layout.context_parallel > 1:
+        context = axis_group(rank_mesh(layout.context_parallel, device), "parts")
+    parallel = Parallel(experts, tables, layout.shard_embeddings, dense=dense, context=context)
     everyone = RankGroup(cast(dist.ProcessGroup, dist.group.WORLD), process.rank, process.size)
     replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
     store = cast(Any, dist.distributed_c10d._get_default_store()).clone()

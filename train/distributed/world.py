@@ -58,6 +58,16 @@ class World:
     dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide the rows of dense matrices; None: whole
 
     @property
+    def row_groups(self) -> int:
+        """Number of processes, or groups of processes under context parallelism, that have rows of their own."""
+        return self.size // self.parallel.context.size
+
+    @property
+    def row_group(self) -> int:
+        """The number of this process among ``row_groups``: which rows it computes, or shares with its group."""
+        return self.rank // self.parallel.context.size
+
+    @property
     def first(self) -> bool:
         """True on rank 0, the process that prints, logs and writes files."""
         return self.rank == 0

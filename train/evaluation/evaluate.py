@@ -47,7 +47,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
             ).double()
         load = load + losses.expert_load * real
         if judge:
-            answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1]).cpu()
+            answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1], run.world.parallel.context).cpu()
     right, asked = run.world.sum_(answers).tolist()
     count = int(run.world.sum_(targets))
     loss, load = float(run.world.sum_(nats)) / count, run.world.sum_(load)

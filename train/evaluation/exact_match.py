@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from model.loss import cross_entropy_sum, is_likeliest
+from model.parallel.context import sum_over
+from model.parallel.ranks import ONE_RANK, RankGroup
 
 
 class ExactMatch:
@@ -28,18 +30,20 @@ class ExactMatch:
         self.places, self.hits = places, is_likeliest(hidden, weight, targets).long()
         return cross_entropy_sum(hidden, weight, targets)
 
-    def count(self, seq_lens: Tensor, row_length: int) -> Tensor:
+    def count(self, seq_lens: Tensor, row_length: int, context: RankGroup = ONE_RANK) -> Tensor:
         """Count the conversations whose supervised tokens are all right, and those with at least one supervised token.
 
         seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns int64
-        [2].
+        [2]. The ranks of `context` share these rows and count together; only the first of them returns the numbers,
+        the others return zeros.
         """
         starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
         ends = (starts + seq_lens.cumsum(1)).flatten()  # sorted; empty conversations repeat a value
         document = torch.searchsorted(ends, self.places, right=True)
         taught = torch.zeros_like(ends).index_add_(0, document, torch.ones_like(document))
         right = torch.zeros_like(ends).index_add_(0, document, self.hits)
-        return torch.stack([((taught > 0) & (right == taught)).sum(), (taught > 0).sum()])
+        taught, right = sum_over(torch.stack([taught, right]), context)
+        return torch.stack([((taught > 0) & (right == taught)).sum(), (taught > 0).sum()]) * (context.rank == 0)
 
 
 def most_frequent(loader: Any) -> tuple[float, Tensor]:

@@ -31,7 +31,9 @@ class Probe:
         """Include the next batch of every rank in the measurement. All ranks call this together."""
         if self.seen >= PROBE_TOKENS:
             return
-        lengths, world, seen = batch["seq_lens"], self.run.world, self.seen
+        world, seen = self.run.world, self.seen
+        # Every rank measures whole documents; ranks that share rows under context parallelism leave them to the first.
+        lengths = batch["seq_lens"] * (world.parallel.context.rank == 0)
         sizes = world.gather(int(lengths.sum()))
         self.seen += sum(sizes)
         end = seen + sum(sizes[: world.rank]) + lengths.flatten().cumsum(0)
