@@ -393,6 +393,33 @@ def test_a_run_says_what_a_step_is(make_config, processes: int, expected: str) -
     assert task.step_text(processes) == expected
 
 
+def test_a_run_says_which_processes_share_rows(make_config) -> None:
+    layout = ("parallel.world_size=4", "parallel.context_parallel=2", "task.seq_len=32")
+    config = make_config("task.micro_batch=1", "task.global_batch_rows=8", *layout)
+    text = config.task.step_text(config.parallel.world_size, config.parallel.context_parallel)
+    assert text == "a step: 8 rows = 2 groups of 2 processes that share rows x 4 micro-batches x 1 row"
+    make_config("task.micro_batch=1", "task.global_batch_rows=2", *layout)  # two groups share two rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["parallel.world_size=6", "parallel.context_parallel=4"], "must divide parallel.world_size = 6"),
+        (["task.seq_len=33"], "must divide task.seq_len = 33"),
+        (["task.seq_len=14"], "each process would get 7 of the 14 tokens of a row, fewer than the 8 of model.text_con"),
+        (["task=plan"], "task=plan does not split rows over processes"),
+        (["task.global_batch_rows=1", "parallel.world_size=4"], "parallel.world_size / parallel.context_parallel = 2"),
+    ],
+)
+def test_rows_that_cannot_be_split_over_processes_are_refused(compose_raw, changes: list[str], reason: str) -> None:
+    start = ["model=tiny", "data.vocab_size=512", "task.seq_len=32", "task.micro_batch=1", "task.global_batch_rows=6"]
+    with pytest.raises(ConfigError) as caught:
+        parse(compose_raw(*start, "parallel.world_size=2", "parallel.context_parallel=2", *changes))
+    (line,) = [line for line in caught.value.problems if reason in line]
+    key = "task.global_batch_rows" if "rows=1" in changes[0] else "parallel.context_parallel"
+    assert line.startswith(f"{key} = "), line
+
+
 def test_a_key_that_is_none_any_more_is_left_out_and_told(make_config) -> None:
     saved = to_dict(make_config())
     saved["past"], saved["task"]["old"] = {"setting": 1}, "x"
