@@ -1,9 +1,9 @@
-"""The parts of ``task=dpo``, direct preference optimisation. Imports ``train.rl.reference``, ``train.loop`` and what is
-below it.
+"""The parts of ``task=dpo``, direct preference optimisation (DPO).
 
-Each file imports only those before it; train/tasks/dpo.py puts them together:
+This package imports ``train.rl.reference``, ``train.loop`` and the modules that these import. train/tasks/dpo.py uses
+these files; each imports only those above it:
 
-    objective   the loss of a micro-batch of pairs, and its statistics
-    evaluate    the same on held-out pairs
-    report      the lines that a run prints and the curves that it plots
+    objective   computes the loss and the statistics of a micro-batch of preference pairs
+    evaluate    computes loss, accuracy and rewards on held-out pairs
+    report      the log lines and the plot of such a run
 """

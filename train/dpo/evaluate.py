@@ -1,4 +1,4 @@
-"""Loss, accuracy and rewards on the held-out preference pairs."""
+"""Evaluation of ``task=dpo``: loss, accuracy and rewards on the held-out preference pairs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from train.rl.reference import Reference, log_probs_under
 
 
 def prepared(run: Run, batch: Batch) -> dict[str, Any]:
-    """A CPU batch of pairs made ready for the model, with ``answer`` (see ``answer_numbers``) and the number of its
-    ``pairs``.
-    """
+    """Prepare a CPU batch of pairs for the model; adds ``answer`` (see ``answer_numbers``) and the count ``pairs``."""
     seq_lens, length = batch["seq_lens"], batch["input_ids"].shape[1]
     answer, pairs = answer_numbers(seq_lens, length), pair_count(seq_lens)
     return {**run.prepare(batch), "answer": answer.to(run.device), "pairs": pairs}
 
 
 def objective_of(run: Run, batch: Mapping[str, Any], reference: Reference) -> PreferenceObjective:
-    """The objective of a prepared batch; runs the reference policy on it. Call it under ``run.autocast``."""
+    """Run the reference policy on a prepared batch and return the DPO objective. Call this under ``run.autocast``."""
     assert run.config.dpo is not None
     with reference.model() as model:
         log_probs = log_probs_under(model, batch)
@@ -33,20 +31,21 @@ def objective_of(run: Run, batch: Mapping[str, Any], reference: Reference) -> Pr
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``model.losses`` is given of a prepared batch."""
+    """Return the entries of a prepared batch that ``model.losses`` takes."""
     return {name: value for name, value in batch.items() if name not in ("answer", "pairs")}
 
 
 def means(sums: Mapping[str, torch.Tensor], pairs: int) -> dict[str, float]:
-    """Means over pairs from the sums of ``PreferenceObjective``."""
-    values = torch.stack([sums[name] for name in PreferenceObjective.NAMES]).tolist()  # read from the device once
+    """Divide the sums of ``PreferenceObjective`` by the number of pairs."""
+    values = torch.stack([sums[name] for name in PreferenceObjective.NAMES]).tolist()  # one transfer from the device
     return {name: value / pairs for name, value in zip(PreferenceObjective.NAMES, values, strict=True)}
 
 
 @torch.no_grad()
 def evaluate(run: Run, reference: Reference, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """``means`` on the held-out pairs, and how even the expert load is. Changes no state. Returns None as soon as
-    ``stop`` returns True on any rank.
+    """Evaluate the model on the held-out pairs. Returns ``means`` over the pairs, and the balance of the expert load.
+
+    Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any rank.
     """
     started, world = time.perf_counter(), run.world
     sums = {name: torch.zeros((), dtype=torch.float64, device=run.device) for name in PreferenceObjective.NAMES}

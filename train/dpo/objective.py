@@ -2,8 +2,8 @@
 
 For a prompt with a chosen and a rejected answer, log pi(answer) is the sum of the log-probabilities of the answer's
 supervised tokens. The reward of an answer is r = beta (log pi(answer) - log pi_ref(answer)), the margin of a pair is
-m = r_chosen - r_rejected, and its loss is -log sigmoid(m). With label smoothing s, the share of pairs that are assumed
-to be labelled the wrong way round, it is -(1 - s) log sigmoid(m) - s log sigmoid(-m).
+m = r_chosen - r_rejected, and its loss is -log sigmoid(m). With label smoothing s, the assumed share of pairs whose
+labels are swapped, the loss is -(1 - s) log sigmoid(m) - s log sigmoid(-m).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from train.config.dpo import DpoConfig
 
 
 def answer_numbers(seq_lens: Tensor, row_length: int) -> Tensor:
-    """int64 [B, S]: which answer each token belongs to: 2 p for the chosen and 2 p + 1 for the rejected answer of pair
-    p of the batch; 0 at padding, which is never supervised.
+    """Number the answers of a batch. Returns int64 [B, S]: the number of the answer that each token belongs to.
 
-    seq_lens: int64 [B, documents], the lengths of the conversations of each row, chosen and rejected in turn, then
+    The chosen answer of pair p has number 2 p, and the rejected answer 2 p + 1. Padding has 0; it is never supervised.
+
+    seq_lens: int64 [B, documents], the lengths of the conversations in each row, chosen and rejected alternating, then
     zeros.
     """
     numbers = torch.zeros(len(seq_lens), row_length, dtype=torch.int64)
@@ -34,20 +35,20 @@ def answer_numbers(seq_lens: Tensor, row_length: int) -> Tensor:
 
 
 def pair_count(seq_lens: Tensor) -> int:
-    """How many pairs a batch holds. A batch of padding has one conversation and no pair."""
+    """Return the number of pairs in a batch. A batch of padding has one conversation and no pair."""
     return int((seq_lens > 0).sum()) // 2
 
 
 class PreferenceObjective:
-    """The DPO loss of one micro-batch, summed over its pairs, in the form that ``model.losses`` takes.
+    """Computes the DPO loss of one micro-batch, summed over its pairs, in the form that ``model.losses`` takes.
 
     Args:
-        answer: int64 [B, S], from ``answer_numbers``.
-        reference: fp32 [B, S], the log-probability of every supervised token under the reference policy.
-        pairs: how many pairs the micro-batch holds.
+        answer: number of the answer of each token, int64 [B, S], from ``answer_numbers``.
+        reference: log-probability of every supervised token under the reference policy, fp32 [B, S].
+        pairs: number of pairs in the micro-batch.
 
     Attributes:
-        sums: detached, fp64, over the pairs: the loss, how many have a positive margin, the margin, and both rewards.
+        sums: sums over the pairs (detached, fp64): loss, number of pairs with a positive margin, margin, both rewards.
     """
 
     NAMES = ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected")

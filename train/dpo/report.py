@@ -1,4 +1,4 @@
-"""What a run of ``task=dpo`` prints and plots."""
+"""The log lines and the plot of a ``task=dpo`` run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAWN = ("loss", "accuracy", "margin")
 
 
 class PreferenceReporter(Reporter):
-    """The ``Reporter`` of a run on preference pairs: plots loss, accuracy and margin as ``dpo.png``."""
+    """The ``Reporter`` of a run on preference pairs. It plots loss, accuracy and margin as ``dpo.png``."""
 
     picture = "dpo.png"
     drawn = ("kind", "tokens", *DRAWN)
@@ -35,7 +35,10 @@ class PreferenceReporter(Reporter):
         return f"step={record['step']} held out: {_measured(record)} seconds={record['seconds']:.1f}"
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        """Plot the measures against the number of training tokens: training as lines, held-out pairs as dots."""
+        """Plot loss, accuracy and margin against the number of training tokens.
+
+        Lines show the training pairs, dots the held-out pairs.
+        """
         kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "valid")}
         panels = [
             Panel(

@@ -1,11 +1,11 @@
-"""``python -m train.studies NAME``: comparisons of runs. Imports ``train.tasks`` and what is below them.
+"""Studies: comparisons of several training runs, started by ``python -m train.studies NAME``.
 
-Each file imports only those before it:
+This package imports ``train.tasks`` and the modules that it imports. Each file imports only those above it:
 
-    settings    the schema of the files in conf/study
-    summary     means, differences and verdicts from the numbers of finished runs
-    tables      a summary as tables, on the screen and as Markdown
-    runner      trains the runs that are missing, and reads their results
+    settings    the schema of the files in conf/study, which describe the studies
+    summary     computes means, differences and verdicts from the metrics of finished runs
+    tables      formats a summary as tables for the screen and as Markdown
+    runner      trains the runs of a study that do not exist yet, and reads their metrics
     __main__    the command line
-    drafter     a separate command: measures decoding with a drafter
+    drafter     a separate command, which measures how much a drafter speeds up decoding
 """

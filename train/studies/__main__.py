@@ -1,9 +1,9 @@
-"""``python -m train.studies NAME``: train the arms of ``conf/study/NAME.yaml`` and compare their results.
+"""``python -m train.studies NAME``: trains the arms (variants) of ``conf/study/NAME.yaml`` and compares their results.
 
-Every (arm, seed) is an ordinary run of ``python -m train`` in its own process, with one thread. A run is named by the
-settings in which it differs from its experiment, so studies of one experiment share identical runs. Finished runs are
-not trained again; after an interruption, the same command continues. The tables are printed, and written to
-``<output>/NAME.md``; all numbers are written to ``<output>/NAME.json``.
+For every arm and seed, ``python -m train`` is run in a separate process with one thread. A run is named after the
+settings that differ from its experiment, so studies of the same experiment share identical runs. Finished runs are not
+trained again; after an interruption, the same command continues. The tables are printed and written to
+``<output>/NAME.md``; all metrics are written to ``<output>/NAME.json``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from train.studies.tables import markdown, show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one study. Returns the exit code: 0, or 2 after printing what is wrong."""
+    """Run one study. Returns the exit code: 0, or 2 after printing an error message."""
     parser = argparse.ArgumentParser(prog="python -m train.studies", description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="a file in conf/study, without .yaml")
-    parser.add_argument("overrides", nargs="*", help="key=value for every run, for example task.tokens=20000")
-    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time, one thread each (default 2)")
-    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where runs and tables go")
+    parser.add_argument("name", help="name of a file in conf/study, without .yaml")
+    parser.add_argument("overrides", nargs="*", help="settings key=value for every run, for example task.tokens=20000")
+    parser.add_argument(
+        "--jobs", type=positive, default=2, help="number of runs at the same time, one thread each (default 2)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for runs and tables")
     options = parser.parse_args(arguments)
     path = options.output / options.name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -43,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Stopped. The same command goes on where it was.", file=sys.stderr)
+        print("Stopped. Run the same command to continue.", file=sys.stderr)
         return 130
     show(study, result, Console())
-    print(f"written: {path}.md and .json")
+    print(f"results written to {path}.md and {path}.json")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""``python -m train.studies.drafter [RUN]``: measure the drafter of a finished ``task=dspark`` run.
+"""``python -m train.studies.drafter [RUN]``: measures the drafter of a finished ``task=dspark`` run.
 
 It prints the results and writes them into the run's directory as ``drafter.md`` and ``drafter.json``:
-  - the accepted length in speculative decoding from held-out prompts, for greedy and sampled continuations and by slot,
-    for the trained drafter and two baselines: the same drafter before training, and its Markov head alone, trained on
-    as many tokens (the rest of that drafter adds nothing to the logits);
-  - tokens per second with and without the drafter, in alternating pieces of one run of the same requests.
-Speeds are measured on one CPU core and only compare decoding with and without the drafter on this machine.
+  - the number of accepted draft tokens in speculative decoding from held-out prompts, for greedy and sampled
+    continuations and for each slot of a block. The trained drafter is compared with two baselines: the same drafter
+    before training, and a drafter that consists only of a Markov head, trained on the same number of tokens;
+  - tokens per second with and without the drafter, measured in alternating pieces of generating the same requests.
+Speeds are measured on one CPU core; they only compare decoding with and without the drafter on this machine.
 """
 
 from __future__ import annotations
@@ -33,29 +33,42 @@ from train.dspark.evaluate import evaluate
 from train.tasks.dspark import step
 
 NEW = 64  # tokens generated for each prompt
-PROMPT = 256  # most tokens of a prompt
+PROMPT = 256  # largest number of tokens in a prompt
 TEMPERATURE = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 2 if the run has no export."""
+    """Run this command. Returns the exit code: 0, or 2 if the run has no export."""
     parser = argparse.ArgumentParser(prog="python -m train.studies.drafter", description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", default="runs/dspark-demo", help="directory of a finished run")
-    parser.add_argument("--tokens", type=int, default=20_000, help="continued from held-out prompts, of each kind")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 8192], help="of the speeds; none: no speeds")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=20_000,
+        help="number of tokens to generate from held-out prompts, greedily and sampled",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="*",
+        default=[1024, 8192],
+        help="context lengths at which to measure speeds; none: no speeds",
+    )
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--pieces", type=int, default=7, help="of each speed, paired")
+    parser.add_argument(
+        "--pieces", type=int, default=7, help="number of timed pieces with, and as many without the drafter"
+    )
     options = parser.parse_args(arguments)
     directory = Path(options.run)
     if not (directory / "export").is_dir():
         print(
-            f"error: {directory}/export does not exist; train it first: python -m train task=dspark ...",
+            f"error: {directory}/export does not exist; train a drafter first: python -m train task=dspark ...",
             file=sys.stderr,
         )
         return 2
     torch.set_num_threads(1)
     saved = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-    saved["data"]["tokenizer"] = "train"  # the tokenizer of init_from, which the run used too
+    saved["data"]["tokenizer"] = "train"  # means: use the tokenizer of init_from, as the run did
     config = parse_run(saved)
     run = build(config)
     backbone = run.backbone
@@ -79,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def markov_alone(run: Run) -> Drafter:
-    """A drafter reduced to its Markov head (the final norm's weight is zero, so the other parts add nothing to the
-    logits), trained with the run's settings.
+    """Train a drafter of which only the Markov head contributes to the logits, with the settings of the run.
+
+    The weight of its final norm is zero, so all other parts of the drafter add nothing to the logits.
     """
     last = run.model.mtp[-1]
     with torch.no_grad():
@@ -95,8 +109,10 @@ def markov_alone(run: Run) -> Drafter:
 
 
 def held_out_prompts(run: Run, count: int) -> list[tuple[int, ...]]:
-    """``count`` prompts: the text of held-out documents before a random place, at most ``PROMPT`` tokens each. Raises
-    ValueError if the held-out rows are too few.
+    """Return ``count`` prompts: the last ``PROMPT`` tokens or fewer before random positions in held-out documents.
+
+    Raises:
+        ValueError: the held-out rows are too few for so many prompts.
     """
     found: list[tuple[int, ...]] = []
     row = 0
@@ -111,12 +127,12 @@ def held_out_prompts(run: Run, count: int) -> list[tuple[int, ...]]:
                 found.append(tuple(ids[begin:anchor].tolist()))
     order = np.random.default_rng(0).permutation(len(found))[:count]
     if len(order) < count:
-        raise ValueError(f"the held-out rows have places for {len(found)} prompts, {count} are needed")
+        raise ValueError(f"the held-out rows give only {len(found)} prompts, but {count} are needed")
     return [found[at] for at in order]
 
 
 def held_out_text(run: Run, count: int) -> torch.Tensor:
-    """int64 [count]: the tokens of all held-out rows in order, repeated if they are too few."""
+    """Return the first ``count`` tokens (int64) of all held-out rows in order, repeated if there are too few."""
     rows = [
         ids[: lengths.sum()]
         for b in run.valid_batches
@@ -127,12 +143,14 @@ def held_out_text(run: Run, count: int) -> torch.Tensor:
 
 
 def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """Accepted lengths when continuing held-out prompts ("greedy", "drawn"), and the expected accepted length along the
-    held-out text itself ("expected").
+    """Measure how many draft tokens are accepted.
+
+    Returns the numbers for greedy ("greedy") and sampled ("drawn") continuations of the prompts, and the expected
+    accepted length along the held-out text itself ("expected").
     """
     run.model = drafter
     measured = evaluate(run)
-    assert measured is not None, "nothing stops it"
+    assert measured is not None, "an evaluation without a stop function must return a record"
     found: dict[str, Any] = {"expected": {name: measured[name] for name in ("tau", "alpha", "ece")}}
     for kind, temperature in (("greedy", 0.0), ("drawn", TEMPERATURE)):
         requests = [Request(p, NEW, temperature=temperature, seed=n) for n, p in enumerate(prompts)]
@@ -141,8 +159,10 @@ def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> d
 
 
 def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
-    """The mean number of drafts accepted per pass, over all passes that had drafts, with a 95 % bootstrap interval over
-    prompts; and by slot, the share of accepted drafts among those whose predecessors were all accepted.
+    """Compute the mean number of accepted draft tokens per forward pass, over all passes with drafts.
+
+    It comes with a 95 % bootstrap interval over prompts. For each slot of a block, the share of accepted drafts is
+    computed over the passes in which all drafts of earlier slots were accepted.
     """
     passes = np.array([len(sample.accepted) for sample in samples])
     sums = np.array([sum(sample.accepted) for sample in samples])
@@ -160,8 +180,9 @@ def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, An
 
 
 def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces: int) -> dict[str, Any]:
-    """Tokens per second of greedy decoding after prompts [batch, context], with and without the drafter. Pieces of the
-    two runs alternate; the ratio is the median over the pairs of pieces.
+    """Measure tokens per second of greedy decoding with and without the drafter, after ``prompts`` [batch, context].
+
+    Pieces of generation with and without the drafter alternate; the ratio is the median over the pairs of pieces.
     """
     generators = {"without": Generator(backbone), "with": Generator(backbone, drafter=drafter)}
     rates: dict[str, list[float]] = {name: [] for name in generators}
@@ -183,7 +204,7 @@ def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces
 
 
 def _rate(generator: Generator, tokens: int = 16) -> float:
-    """Tokens per second while the sequences generate, on average, at least ``tokens`` more tokens each."""
+    """Measure tokens per second while the sequences generate at least ``tokens`` more tokens each, on average."""
     started, before = time.perf_counter(), _written(generator)
     while _written(generator) - before < tokens * len(generator.running):
         generator.step()
@@ -195,9 +216,9 @@ def _written(generator: Generator) -> int:
 
 
 def report(found: dict[str, Any], speeds: Sequence[dict[str, Any]], tokens: int) -> str:
-    """The results as Markdown tables."""
+    """Format the results as Markdown tables."""
     lines = [
-        f"Drafts accepted in a pass, beyond the backbone's own token; {tokens:,} tokens behind held-out prompts.",
+        f"Mean number of accepted draft tokens per forward pass; {tokens:,} tokens generated after held-out prompts.",
         "",
         "| drafter | greedy | 95 % interval | by slot | drawn | 95 % interval | expected along the text | ECE |",
         "|---|---|---|---|---|---|---|---|",
@@ -217,7 +238,7 @@ def report(found: dict[str, Any], speeds: Sequence[dict[str, Any]], tokens: int)
     if speeds:
         lines += [
             "",
-            "Greedy decoding on one core, tokens per second (ratio: median of pairs, and their range).",
+            "Greedy decoding on one core in tokens per second (ratio: median and range over pairs of pieces).",
             "",
             "| context | sequences | without a drafter | with it | ratio |",
             "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Trains the runs of a study, each in its own process, and reads their results."""
+"""Trains the runs of a study, each in a separate process, and reads their results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IRRELEVANT = (  # settings that do not change the trained weights
 
 
 class Job(NamedTuple):
-    """One run of a study."""
+    """One training run of a study: an arm, a seed, and a value of the tuned setting if the arm tunes one."""
 
     arm: str
     value: float | None  # the value of the arm's tuned setting
@@ -66,11 +66,12 @@ class Runner:
         self.study, self.extra, self.workers = study, tuple(extra), jobs
         self.directory = output / study.experiment
         self.base = self._compose(())
-        self.running: set[int] = set()  # process ids
+        self.running: set[int] = set()  # ids of the processes that are training
 
     def run(self) -> dict[str, Any]:
-        """Train the runs that are missing and return their ``summarise``d numbers. An arm that tunes a
-        setting first tries each of its values on the first seed.
+        """Train the runs that do not exist yet, and return the summary of all runs (see ``summarise``).
+
+        If an arm tunes a setting, each of its values is first trained with the first seed.
         """
         study = self.study
         first, rest = study.seeds[0], study.seeds[1:]
@@ -113,7 +114,7 @@ class Runner:
         for job in jobs:
             check_same(job)
         waiting = {job.config.run_dir: job for job in jobs if not finished(job)}
-        say(f"{len(jobs)} runs, {len(jobs) - len(waiting)} finished before")
+        say(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them already finished")
         failures = []
         with ThreadPoolExecutor(self.workers) as pool:
             futures = {pool.submit(self._train_one, job): job for job in waiting.values()}
@@ -134,11 +135,11 @@ class Runner:
                         os.kill(pid, signal.SIGTERM)  # the run saves its state
                 raise
         if failures:
-            header = f"{len(failures)} of {len(waiting)} runs failed; the others are kept"
+            header = f"{len(failures)} of {len(waiting)} runs failed; the results of the others are kept"
             raise StudyError("\n".join([header, *failures]))
 
     def _train_one(self, job: Job) -> str | None:
-        """Train one job in a subprocess. Returns None, or why it failed."""
+        """Train one job in a subprocess. Returns None, or a text that says why it failed."""
         directory = job.config.run_dir
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "train", *job.overrides]
@@ -149,7 +150,7 @@ class Runner:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C comes to this process, which passes it on as "save and stop"
+                start_new_session=True,  # only this process gets Ctrl-C; it sends SIGTERM, so that the run saves
             )
             self.running.add(process.pid)
             _, status, usage = os.wait4(process.pid, 0)  # like process.wait(), but also returns the CPU time
@@ -163,11 +164,11 @@ class Runner:
 
     def state(self, job: Job) -> dict[str, Any]:
         found = read_state(job.config.run_dir)
-        assert found is not None, f"{job} has just been trained"
+        assert found is not None, f"{job} must have a checkpoint, since it has been trained"
         return found
 
     def numbers(self, job: Job) -> dict[str, float]:
-        """The study's measures of a finished run, its training time in seconds, and the CPU seconds of its process."""
+        """Return the metrics of a finished run, its tokens, its training seconds and its CPU seconds."""
         state = self.state(job)
         records = {name: self._evaluation(job, changes) for name, changes in self.study.evaluations.items()}
         found = {name: value_of({**state["last_valid"], **records}, m.path) for name, m in self.study.measures.items()}
@@ -175,7 +176,10 @@ class Runner:
         return {**found, "tokens": state["tokens"], "seconds": state["seconds"], "cpu_seconds": cost["cpu_seconds"]}
 
     def _evaluation(self, job: Job, changes: list[str]) -> dict[str, Any]:
-        """Evaluate the run's final weights with the overrides ``changes``; the result is kept in the run's folder."""
+        """Evaluate the final weights of a run with the settings ``changes``, or read the result of an earlier call.
+
+        The result is stored in the directory of the run.
+        """
         path = job.config.run_dir / f"evaluation-{as_name(changes)}.json"
         if not path.exists():
             say(f"evaluating {job} with {' '.join(changes)}")
@@ -183,7 +187,7 @@ class Runner:
                 with user_errors():
                     run = build(parse_run(self._raw((*job.overrides, *changes))))
                     newest = run_state.latest(job.config.run_dir / "checkpoints")
-                    assert newest is not None, f"{job} has been trained"
+                    assert newest is not None, f"{job} must have a checkpoint, since it has been trained"
                     run.resume(newest)
                 write_text(path, json.dumps(evaluate(run)))
         return json.loads(path.read_text(encoding="utf-8"))
@@ -198,24 +202,24 @@ class Runner:
         try:
             with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 return compose("train", overrides=open_overrides(list(arguments)))
-        except HydraException as error:  # a malformed override, or an unknown option
+        except HydraException as error:  # an override is malformed, or names an unknown option
             raise StudyError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from None
 
 
 def run_name(changed: list[tuple[str, Any, Any]], seed: int) -> str:
-    """The directory name of a run: its seed, and every setting that differs from the experiment."""
+    """Make the directory name of a run from every setting that differs from the experiment, and the seed."""
     parts = [f"{key.split('.')[-1]}-{new}" for key, _, new in changed if key != "seed"]
     return as_name([*(parts or ["base"]), f"seed{seed}"])
 
 
 def as_name(parts: Sequence[str]) -> str:
-    """``parts`` joined to a valid file name."""
+    """Join some texts to a valid file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread in the body, as the runs do, so that an evaluation gives the same bits as theirs."""
+    """Context in which torch uses one thread, as in the runs of a study, so that evaluations agree bit for bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -234,9 +238,9 @@ def check_same(job: Job) -> None:
     if path.exists():
         changed = relevant(differences(yaml.safe_load(path.read_text(encoding="utf-8")), job.config))
         if changed:
-            shown = "; ".join(f"{key}: {old} there, {new} now" for key, old, new in changed)
+            shown = "; ".join(f"{key}: trained with {old}, now {new}" for key, old, new in changed)
             raise StudyError(
-                f"{job.config.run_dir} was trained with other settings ({shown}). Remove it to train it again"
+                f"{job.config.run_dir} was trained with other settings ({shown}). Delete it to train it again"
             )
 
 
@@ -246,13 +250,13 @@ def finished(job: Job) -> bool:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """The trainer state of a run's newest checkpoint, or None if there is no checkpoint."""
+    """Read the trainer state from a run's newest checkpoint. Returns None if there is no checkpoint."""
     folder = run_state.latest(directory / "checkpoints")
     return None if folder is None else json.loads((folder / "state.json").read_text(encoding="utf-8"))["state"]
 
 
 def add_cost(directory: Path, seconds: float, cpu_seconds: float) -> None:
-    """Add a process's time, including start-up and evaluations, to the total that a run has taken so far."""
+    """Add the time of a process, including start-up and evaluations, to the total time of the run in ``cost.json``."""
     path = directory / "cost.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
     total = {"seconds": before["seconds"] + seconds, "cpu_seconds": before["cpu_seconds"] + cpu_seconds}

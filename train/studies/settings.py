@@ -20,8 +20,9 @@ class StudyError(InputError):
 
 @dataclass(config=STRICT, frozen=True)
 class Tune:
-    """A setting that an arm tunes: every value is trained with the first seed, and the one with the lowest validation
-    loss is used.
+    """A setting that is tuned for an arm.
+
+    Every value is trained with the first seed; the value with the lowest validation loss is used for all seeds.
     """
 
     key: str
@@ -30,7 +31,7 @@ class Tune:
 
 @dataclass(config=STRICT, frozen=True)
 class Arm:
-    """One of the variants that a study compares: its experiment with these overrides."""
+    """One of the variants that a study compares: the experiment of the study with some settings changed."""
 
     overrides: list[str]
     tune: Tune | None = None
@@ -38,8 +39,10 @@ class Arm:
 
 @dataclass(config=STRICT, frozen=True)
 class Measure:
-    """A number of a finished run. ``path``: a dotted path into its last evaluation or one of the study's
-    ``evaluations``, or ``a - b`` for the difference of two such paths. A list is reduced to its mean.
+    """A metric of a finished run that a study compares.
+
+    path: dotted keys into the record of the last evaluation or of one of the study's ``evaluations``; or ``a - b`` for
+    the difference of two such paths. Of a list the mean is taken.
     """
 
     path: str
@@ -48,8 +51,9 @@ class Measure:
 
 @dataclass(config=STRICT, frozen=True)
 class Claim:
-    """An expected result: ``measure`` of ``arm`` is lower or higher than that of ``than`` by more than ``margin``, for
-    every seed or on average.
+    """An expected result: the metric ``measure`` is lower (or higher) for ``arm`` than for ``than``.
+
+    The difference must be more than ``margin``, for every seed or on average.
     """
 
     text: str
@@ -63,7 +67,7 @@ class Claim:
 
 @dataclass(config=STRICT, frozen=True)
 class Study:
-    """A comparison of arms over several seeds; a file ``conf/study/NAME.yaml`` holds these fields."""
+    """A comparison of several arms (variants) over several seeds, described by a file ``conf/study/NAME.yaml``."""
 
     title: str
     experiment: str
@@ -71,12 +75,14 @@ class Study:
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     measures: Annotated[dict[str, Measure], Field(min_length=1)]
     claims: list[Claim] = Field(default_factory=list)
-    evaluations: dict[str, list[str]] = Field(default_factory=dict)  # of the final weights: name -> overrides
+    evaluations: dict[str, list[str]] = Field(
+        default_factory=dict
+    )  # further evaluations of the final weights: name -> overrides
     notes: list[str] = Field(default_factory=list)  # printed below the table
 
     def __post_init__(self) -> None:
         bad = [
-            f"claims.{i}.{key}: {value!r} is not among {', '.join(known)}"
+            f"claims.{i}.{key}: {value!r} is unknown; it must be one of {', '.join(known)}"
             for i, claim in enumerate(self.claims)
             for key, value, known in (
                 ("measure", claim.measure, self.measures),
@@ -89,9 +95,9 @@ class Study:
             raise ValueError("; ".join(bad))
 
     def tune_of(self, arm: str) -> Tune:
-        """What an arm that chooses a setting chooses from."""
+        """Return the setting that an arm tunes, with its values. The arm must tune one."""
         tune = self.arms[arm].tune
-        assert tune is not None, f"{arm} chooses nothing"
+        assert tune is not None, f"arm {arm} tunes no setting"
         return tune
 
 
@@ -104,7 +110,7 @@ def read_study(name: str) -> Study:
     path = CONF_DIR / "study" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
-        raise StudyError(f"there is no study {name!r}; known are {known}")
+        raise StudyError(f"there is no study {name!r}; the studies are {known}")
     try:
         return TypeAdapter(Study).validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except ValidationError as error:

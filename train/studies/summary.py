@@ -1,4 +1,4 @@
-"""Means, differences and verdicts on claims, from the numbers of finished runs."""
+"""Computes means, differences and verdicts on claims from the metrics of finished runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from train.studies.settings import Claim, Study, StudyError
 
 
 def value_of(record: Mapping[str, Any], path: str) -> float:
-    """The number at a measure's path in an evaluation's record. Raises StudyError if the record has no such key."""
+    """Return the number at a metric's path in the record of an evaluation. Raises StudyError if a key is missing."""
     if " - " in path:
         left, right = path.split(" - ")
         return value_of(record, left) - value_of(record, right)
     value: Any = record
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            raise StudyError(f"measure {path!r}: the evaluation has no {key!r}, only {', '.join(value)}")
+            raise StudyError(f"measure {path!r}: the evaluation has no key {key!r}, only {', '.join(value)}")
         value = value[key]
     return fmean(v for v in value if v is not None) if isinstance(value, list) else float(value)
 
@@ -31,7 +31,14 @@ def summarise(
     chosen: Mapping[str, float],
     runs: Mapping[str, Mapping[int, Mapping[str, float]]],
 ) -> dict[str, Any]:
-    """All numbers of a study, ready for JSON: per run, means, differences and verdicts."""
+    """Collect all results of a study for JSON: the metrics of each run, their means, differences and verdicts.
+
+    Args:
+        base: the configuration of the study's experiment.
+        tuning: validation loss for each value that an arm tried, by arm.
+        chosen: the value with the lowest validation loss, by arm.
+        runs: metrics of each run, by arm and seed.
+    """
     columns = [*study.measures, "tokens", "seconds", "cpu_seconds"]
     arms = {
         name: {
@@ -55,7 +62,7 @@ def summarise(
 
 
 def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """A claim with its differences (``arm`` minus ``than``, for each seed) and whether it holds."""
+    """Decide whether a claim holds. Returns its fields, the differences (``arm`` minus ``than``) and the verdict."""
     pairs = [(runs[claim.arm][seed][claim.measure], runs[claim.than][seed][claim.measure]) for seed in runs[claim.arm]]
     deltas = [a - b for a, b in pairs]
     sign = 1 if claim.should_be == "higher" else -1
@@ -65,8 +72,9 @@ def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -
 
 
 def edge_notes(study: Study, chosen: Mapping[str, float]) -> Iterator[str]:
-    """A note for every tuned value at the edge of the values that were tried, since a value beyond could be better."""
+    """Yield a note for every tuned value that is the lowest or highest one tried, as a value beyond may be better."""
     for name, value in chosen.items():
         values = sorted(study.tune_of(name).values)
         if value in (values[0], values[-1]):
-            yield f"{name}: the best {study.tune_of(name).key} tried, {value:g}, lies at the edge of {values}"
+            key = study.tune_of(name).key
+            yield f"{name}: the best value of {key}, {value:g}, is at the end of the tried values {values}"

@@ -1,4 +1,4 @@
-"""A study's summary as tables: on the screen, and as Markdown."""
+"""Formats the summary of a study as tables, for the screen and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.studies.settings import Study
 
 
 def tables(study: Study, result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The tables to print, each as (caption, header, rows)."""
+    """Make the tables of a study, each as (caption, header, rows)."""
     found = []
     if result["tuning"]:
         rows = [
@@ -61,7 +61,7 @@ def markdown(study: Study, result: Mapping[str, Any]) -> str:
 
 
 def show(study: Study, result: Mapping[str, Any], console: Console) -> None:
-    """Print the tables."""
+    """Print the tables of a study on the screen."""
     console.print(study.title, style="bold")
     for caption, header, rows in tables(study, result):
         table = Table(title=caption, title_justify="left")

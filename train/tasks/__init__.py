@@ -1,10 +1,13 @@
-"""One file for each kind of task: ``run(config)`` is called by train/__main__.py. Imports everything else in ``train``
-but ``studies``. The tasks do not import each other, but for what `asked` has:
+"""One file for each task. train/__main__.py calls its function ``run(config)``.
 
-    sample                       text of a model, for the end of a training run
-    pretrain, rl, dspark, dpo    training (pretrain: also task=sft; rl: also task=distill)
-    plan, convert, merge         what a run would cost; other formats; averages of checkpoints
-    check                        what the data of a run hold
-    asked                        a model to ask: weights, tokenizer, answers as text
-    chat, generate, eval         asked on the terminal; for a file of prompts; measured on tasks
+This package may import everything in ``train`` except ``studies``. Tasks do not import each other; `sample` and `asked`
+are not tasks, but helpers that tasks import:
+
+    sample                       continues a prompt, for the sample text at the end of a training run
+    pretrain, rl, dspark, dpo    training tasks (pretrain.py is also task=sft, rl.py is also task=distill)
+    plan                         computes the memory and the time that a run would need
+    convert, merge               convert a checkpoint to another format; average several checkpoints
+    check                        reports what the data of a run contain
+    asked                        loads a model and its tokenizer, and answers prompts
+    chat, generate, eval         talk with a model; answer the prompts in a file; measure a model on benchmarks
 """

@@ -23,7 +23,10 @@ END_THINK = "</think>"
 
 @dataclass(frozen=True)
 class Model:
-    """What ``init_from`` names, ready to answer. drafter: the folder's, if it has one: the same answers, sooner."""
+    """A loaded model with its tokenizer.
+
+    drafter: the drafter that the checkpoint contains, or None. It makes generation faster and does not change answers.
+    """
 
     model: DeepseekV41
     tokenizer: Tokenizer
@@ -35,23 +38,26 @@ class Model:
 
     @property
     def vision(self) -> VisionSettings | None:
-        """How images become patches; None for a model that reads none."""
+        """Settings for cutting images into patches; None if the model has no vision tower."""
         settings = self.model.config.vision
         return None if settings is None else VisionSettings.from_config(asdict(settings))
 
 
 def open_model(config: Asked) -> Model:
-    """Load the model.
+    """Load the model that ``config.init_from`` names.
 
     Raises:
-        ValueError: the checkpoint cannot be used, or the effort is none.
+        ValueError: the checkpoint cannot be used, or ``config.effort`` is not a valid effort.
     """
     effort_budget(config.effort)
     return open_checkpoint(config.init_from, config.device)
 
 
 def open_checkpoint(name: str, device_name: str) -> Model:
-    """Load the model of a checkpoint, named as for ``init_from``. Raises ValueError if it cannot be used."""
+    """Load the model of a checkpoint, named as for ``init_from``.
+
+    Raises ValueError if the checkpoint cannot be used.
+    """
     origin, device = find_pretrained(name), pick_device(device_name)
     tokenizer = read_tokenizer(origin.tokenizer)
     if (origin.folder / "config.json").is_file():
@@ -66,18 +72,21 @@ def open_checkpoint(name: str, device_name: str) -> Model:
 
 
 def check_length(asked: Model, config: Asked, prompt: Prompt) -> None:
-    """Raises ValueError if a prompt and its answer are longer than the model's positions."""
+    """Raise ValueError if a prompt and an answer of ``max_tokens`` exceed the model's context length."""
     limit = asked.model.config.text.max_position_embeddings
     if len(prompt.ids) + config.max_tokens > limit:
         raise ValueError(
-            f"the prompt has {len(prompt.ids):,} tokens, with max_tokens = {config.max_tokens:,} more than the model's "
-            f"{limit:,} positions; lower max_tokens or shorten the conversation"
+            f"the prompt ({len(prompt.ids):,} tokens) and max_tokens = {config.max_tokens:,} exceed the model's "
+            f"context length of {limit:,} tokens; lower max_tokens or shorten the conversation"
         )
 
 
 def request(asked: Model, config: Asked, prompt: Prompt, seed: int) -> Request:
-    """A request for an answer; the prompt's images are decoded here. Raises what `check_length` raises, and
-    ``DataError`` for a damaged image.
+    """Make a request for an answer to a prompt, and decode the prompt's images.
+
+    Raises:
+        ValueError: prompt and answer exceed the model's context length.
+        DataError: an image is damaged.
     """
     check_length(asked, config, prompt)
     images = prompt.images()
@@ -86,9 +95,13 @@ def request(asked: Model, config: Asked, prompt: Prompt, seed: int) -> Request:
 
 
 def conversation(asked: Model, config: Asked, record: dict[str, Any], file: str = "messages", line: int = 0) -> Prompt:
-    """The conversation of a record up to where the answer begins. What the record does not say (system, thinking,
-    effort) is as configured. Image paths are relative to the folder of ``file``. Raises ``DataError`` for a malformed
-    conversation, or an image for a model that reads none.
+    """Make the prompt for the next answer in a record's conversation.
+
+    A system prompt, ``thinking`` and ``effort`` are taken from the configuration if the record does not give them.
+    Image paths in the record are relative to the folder of ``file``.
+
+    Raises:
+        DataError: the conversation is malformed, or it has an image and the model has no vision tower.
     """
     messages = record["messages"]
     if config.system and messages and messages[0].get("role") not in ("system", "developer"):
@@ -98,7 +111,7 @@ def conversation(asked: Model, config: Asked, record: dict[str, Any], file: str 
 
 
 def texts(asked: Model, sample: Sample, thinking: bool) -> dict[str, str]:
-    """The answer of a sample, and before it its reasoning if it reasons."""
+    """Decode a sample to text: its answer, and its reasoning if ``thinking`` is on."""
     tokens = [token for token in sample.tokens if token != asked.eos]
     end = asked.tokenizer.token_to_id(END_THINK)
     if not thinking:

@@ -1,4 +1,4 @@
-"""``task=chat``: a conversation with a model on the terminal, its answers shown while they are written."""
+"""``task=chat``: a conversation with a model on the terminal. Answers are shown while they are generated."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from train.errors import user_errors
 from train.logging.text import visible
 from train.tasks.asked import Model, conversation, open_model, request, texts
 
-HELP = """/new: begin another conversation    /effort low|high|max|1..100    /thinking on|off
-/system TEXT: a text before the conversation    /undo: take the last question back    /quit
-/image PATH: an image that goes with the next question; several times for several"""
+HELP = """/new: begin a new conversation    /effort low|high|max|1..100    /thinking on|off    /quit
+/system TEXT: begin a new conversation with this system prompt    /undo: remove the last question and its answer
+/image PATH: attach an image to the next question; repeat the command for several images"""
 
 
 def run(config: Chat) -> None:
-    """Read what the user says from the standard input, line by line, until it ends or says /quit.
+    """Answer each line from standard input, until standard input ends or a line is /quit.
 
     Raises:
-        InputError, OSError: the model cannot be opened.
+        InputError, OSError: the model cannot be loaded.
     """
     with user_errors():
         asked = open_model(config)
     with_drafter = ", with its drafter" if asked.drafter else ""
-    print(f"{config.init_from}{with_drafter}. /help names the commands, /quit ends.")
+    print(f"{config.init_from}{with_drafter}. /help lists the commands, /quit ends the conversation.")
     messages: list[dict[str, Any]] = []
-    images: list[str] = []  # of the next question
+    images: list[str] = []  # paths of the images that go with the next question
     turn = 0
     for line in _lines():
         if line.startswith("/"):
@@ -58,11 +58,11 @@ def run(config: Chat) -> None:
             messages.append({"role": "assistant", "content": answer["answer"]})
         else:
             messages.pop()
-            print("(no answer came within max_tokens; the question is taken back)")
+            print("(the answer did not begin within max_tokens; the question was removed from the conversation)")
 
 
 def _lines() -> Iterator[str]:
-    """What the user says; empty lines are left out."""
+    """Yield the lines that the user enters, except empty ones."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -73,7 +73,7 @@ def _lines() -> Iterator[str]:
 
 
 def _command(line: str, config: Chat, messages: list[dict[str, Any]], images: list[str], asked: Model) -> Chat | None:
-    """The settings after a command; None to end."""
+    """Execute a command such as /new. Returns the settings to continue with, or None to end the conversation."""
     name, _, value = line.partition(" ")
     value = value.strip()
     if name in ("/quit", "/exit"):
@@ -104,9 +104,9 @@ def _command(line: str, config: Chat, messages: list[dict[str, Any]], images: li
 
 
 def _add_image(path: str, images: list[str], asked: Model) -> None:
-    """Check an image and keep it for the next question."""
+    """Check an image file and attach it to the next question."""
     if asked.vision is None:
-        print("error: this model reads no images: its config.json has no vision_config")
+        print("error: this model cannot read images, because its config.json has no vision_config")
         return
     path = str(Path(path).expanduser().absolute())
     try:
@@ -120,7 +120,7 @@ def _add_image(path: str, images: list[str], asked: Model) -> None:
 
 @torch.no_grad()
 def _answer(asked: Model, config: Chat, messages: list[dict[str, Any]], seed: int) -> dict[str, str]:
-    """Generate an answer and print it as it comes."""
+    """Generate an answer and print it while it is generated."""
     prompt = conversation(asked, config, {"messages": messages})
     generator = Generator(asked.model, max_running=1, drafter=asked.drafter)
     generator.submit(request(asked, config, prompt, seed))
@@ -131,7 +131,7 @@ def _answer(asked: Model, config: Chat, messages: list[dict[str, Any]], seed: in
         sample = finished[0] if finished else generator.running[0].sample
         tokens = [token for token in sample.tokens if token != asked.eos]
         text = asked.tokenizer.decode(tokens, skip_special_tokens=False)
-        if finished or not text.endswith("\ufffd"):  # a character may take several tokens
+        if finished or not text.endswith("\ufffd"):  # a character may consist of several tokens
             print(visible(text[len(shown) :]), end="", flush=True)
             shown = text
     print()

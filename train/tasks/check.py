@@ -1,4 +1,4 @@
-"""``task=check``: what the data of a run hold, read whole. Trains nothing and builds no model."""
+"""``task=check``: reads all data of a run and reports what they contain. It trains nothing and builds no model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from train.config.schema import Config
 from train.errors import InputError, user_errors
 from train.logging.text import visible
 
-BAR = 40  # columns of the longest bar of a histogram
+BAR = 40  # width of the longest bar of a histogram in characters
 SAMPLE_CHARACTERS = 1500
-OPEN, CLOSE = "⟦", "⟧"  # around what is supervised
+OPEN, CLOSE = "⟦", "⟧"  # printed around supervised tokens
 
 
 def run(config: Config) -> None:
-    """Print a table of both splits, a histogram of lengths, what is refused and why, and three samples.
+    """Print a table of both splits, a histogram of lengths, the records that are refused and why, and three samples.
 
     Raises:
-        InputError: the data cannot be opened, or a run would stop at a record of them.
-        DataError: a file is missing or the like.
+        InputError: the data cannot be opened, or contain records at which a training run would stop.
+        DataError: a file is missing or cannot be read.
     """
     with user_errors():
         tokenizer = load_tokenizer(config.data)
@@ -35,11 +35,11 @@ def run(config: Config) -> None:
     print("\n".join(report(config, reports)))
     refused = max(sum(number for number, _ in split.refusals.values()) for split in reports.values())
     if refused and config.data.on_error == "stop":
-        raise InputError(f"{refused} records would stop a run; mend them, or leave them out with data.on_error=skip")
+        raise InputError(f"{refused} records would stop a run; correct them, or skip them with data.on_error=skip")
 
 
 def report(config: Config, reports: dict[str, SplitReport]) -> Iterator[str]:
-    """The report of ``task=check``, line by line."""
+    """Yield the lines of the report that ``task=check`` prints."""
     task = config.task
     yield f"data.source={config.data.source} data.paths={config.data.paths}, rows of {task.seq_len} tokens"
     yield from _table(reports)
@@ -47,14 +47,14 @@ def report(config: Config, reports: dict[str, SplitReport]) -> Iterator[str]:
     if train.rows and task.global_batch_rows:
         yield f"an epoch is {-(-train.rows // task.global_batch_rows):,} steps of {task.global_batch_rows} rows"
     shown: list[str] = []
-    for name, split in reports.items():  # a split of records by content reads all of them for either side
+    for name, split in reports.items():  # if records are split by content, both splits read all records
         lines = list(_details(split))
         if lines != shown:
             yield from (f"{name}: {line}" if not line.startswith(" ") else line for line in lines)
         shown = lines
     yield from _histogram(train.lengths, task.seq_len)
     for number, sample in enumerate(train.samples, 1):
-        yield f"--- sample {number}: what is supervised stands in {OPEN}{CLOSE}"
+        yield f"--- sample {number}: supervised tokens are in {OPEN}{CLOSE}"
         text = "".join(f"{OPEN}{visible(run)}{CLOSE}" if taught else visible(run) for run, taught in sample)
         left = len(text) - SAMPLE_CHARACTERS
         yield text if left <= 0 else f"{text[:SAMPLE_CHARACTERS]} ... ({left:,} more characters)"
@@ -80,10 +80,10 @@ def _table(reports: dict[str, SplitReport]) -> Iterator[str]:
 
 def _details(split: SplitReport) -> Iterator[str]:
     for shape, number in sorted(split.formats.items()):
-        yield f"{number:,} records read as {shape} (data.format names another)"
+        yield f"{number:,} records were read as {shape} (to read them otherwise, set data.format)"
     if split.unused:
         keys = ", ".join(f"{key} ({number:,})" for key, number in sorted(split.unused.items()))
-        yield f"keys not used: {keys}"
+        yield f"keys of records that are not used: {keys}"
     for reason, number in sorted(split.repaired.items()):
         yield f"repaired {number:,} x {reason}"
     for reason, (number, examples) in split.refusals.items():
@@ -92,12 +92,12 @@ def _details(split: SplitReport) -> Iterator[str]:
 
 
 def _histogram(lengths: np.ndarray, seq_len: int) -> Iterator[str]:
-    """Documents by length, in steps of powers of two."""
+    """Draw a histogram of the lengths of documents, with bins that are powers of two."""
     if not len(lengths):
         return
     steps = np.floor(np.log2(lengths)).astype(np.int64)
     counts = np.bincount(steps)
-    yield f"documents by length in tokens (a row has {seq_len:,}):"
+    yield f"number of documents by length in tokens (a row has {seq_len:,} tokens):"
     for step in range(int(steps.min()), len(counts)):
         bar = "█" * int(np.ceil(BAR * counts[step] / counts.max()))
         yield f"  {2**step:>9,} .. {2 ** (step + 1) - 1:>9,}  {counts[step]:>9,}  {bar}"

@@ -1,4 +1,4 @@
-"""``task=convert``: rewrite a checkpoint folder in another format, optionally merging an adapter into it."""
+"""``task=convert``: writes a checkpoint folder in another format, and optionally merges a LoRA adapter into it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from train.lora.peft_format import merged_record, read_changes
 
 
 def run(config: Conversion) -> None:
-    """Write ``config.dst``, whole or not at all.
+    """Write the folder ``config.dst``. If writing fails, nothing is left of it.
 
     Raises:
-        InputError: the source is not a complete checkpoint of this model (every bad tensor is named), the adapter does
-            not belong to it or is merged already, or the destination exists.
+        InputError: the source is not a complete checkpoint of this model (the message lists all bad tensors), the
+            adapter does not belong to it or is already merged, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     with user_errors():

@@ -1,8 +1,8 @@
 """``task=dpo``: direct preference optimisation on pairs of a chosen and a rejected answer.
 
-A step is ``train.loop.train_step`` with another objective (``train/dpo/objective.py``). The reference is the model of
-``init_from``: with LoRA the model without its adapter, else a frozen second model, split over the processes as the
-trained one is and packed if the checkpoint is quantised.
+A step is ``train.loop.train_step`` with the DPO objective (``train/dpo/objective.py``). The reference policy is the
+model of ``init_from``. With LoRA it is the trained model without its adapter; otherwise it is a second, frozen model,
+which is split over the processes like the trained model, and held packed if the checkpoint is quantised.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from train.run import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print the results.
+    """Train the run in ``config.run_dir`` from the start or from its last checkpoint, and print the results.
 
     Raises:
         InputError, DataError, OSError: the configuration or the data cannot be used.
-        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+        NonFiniteError, Interrupted: the run ended early, see ``train.loop.repeat``.
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
@@ -50,7 +50,7 @@ def run(config: Config) -> None:
 
 
 def make_reference(run: Run) -> Reference:
-    """The policy of ``init_from``, before anything is trained."""
+    """Return the reference policy: the policy of ``init_from``, before any training."""
     if run.config.lora.on:
         return BaseModel(run.model)
     return Copy(load_frozen(run, run.config.initial_checkpoint, run.world.parallel).eval())
@@ -74,8 +74,9 @@ def train(run: Run, reference: Reference, state: TrainerState, reporter: Reporte
 def step(
     run: Run, reference: Reference, state: TrainerState, read: list[Batch], waited: float, started: float
 ) -> dict[str, Any]:
-    """One optimizer step on this process's micro-batches. Updates the counters in ``state`` and returns the step's
-    record.
+    """Take one optimizer step; ``read`` holds the micro-batches of this process.
+
+    Updates the counters in ``state`` and returns the step's record.
     """
     micro_batches = [prepared(run, batch) for batch in read]
     pairs = run.world.sum_(torch.tensor(sum(batch["pairs"] for batch in micro_batches)))
@@ -116,7 +117,7 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     reporter.stop_bar()
     reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     reporter.log(
-        f"held-out pairs: loss first {first['loss']:.4f} final {last['loss']:.4f}, the chosen answer has the higher "
-        f"reward in {last['accuracy']:.1%} of {last['pairs']} pairs, mean margin {last['margin']:.3f}"
+        f"held-out pairs: first loss {first['loss']:.4f}, final loss {last['loss']:.4f}; the chosen answer has the "
+        f"higher reward in {last['accuracy']:.1%} of {last['pairs']} pairs; mean margin {last['margin']:.3f}"
     )
     report_files(run, reporter)

@@ -1,7 +1,7 @@
-"""``task=dspark``: train a drafter for a frozen backbone.
+"""``task=dspark``: trains a drafter (for speculative decoding) for a frozen backbone.
 
-A step is ``train.loop.train_step`` on the drafter: the backbone runs once over a batch, without gradients, for all its
-anchors (``train/dspark/anchors.py``). Checkpoints hold the drafter only; the export holds both.
+A step is ``train.loop.train_step`` on the drafter. The backbone runs once over a batch, without gradients, for all its
+anchors (``train/dspark/anchors.py``). Checkpoints contain only the drafter; the export contains backbone and drafter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from train.run import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print the results.
+    """Train the run in ``config.run_dir`` from the start or from its last checkpoint, and print the results.
 
     Raises:
         InputError, DataError, OSError: the configuration or the data cannot be used.
-        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+        NonFiniteError, Interrupted: the run ended early, see ``train.loop.repeat``.
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
@@ -56,8 +56,9 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
-    """One optimizer step on this process's micro-batches. Updates the counters in ``state`` and returns the step's
-    record.
+    """Take one optimizer step; ``read`` holds the micro-batches of this process.
+
+    Updates the counters in ``state`` and returns the step's record.
     """
     settings, world = run.dspark, run.world
     rows = run.config.task.per_rank_batch(world.size)[0]
@@ -97,7 +98,7 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     alpha = ", ".join(f"{value:.3f}" if value is not None else "-" for value in last["alpha"])
     reporter.log(
-        f"expected accepted length on held-out rows: first {first['tau']:.3f} final {last['tau']:.3f} tokens a block; "
-        f"acceptance by slot {alpha}; calibration error {last['ece']:.3f}"
+        f"expected accepted length on held-out rows: first {first['tau']:.3f} final {last['tau']:.3f} tokens per "
+        f"block; acceptance by slot {alpha}; calibration error {last['ece']:.3f}"
     )
     report_files(run, reporter)

@@ -1,4 +1,7 @@
-"""``task=merge``: the weighted average of checkpoints of one model, such as runs that started from the same weights."""
+"""``task=merge``: writes the weighted average of several checkpoints of one model.
+
+Averaging makes sense for runs that started from the same weights.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,13 @@ from train.errors import InputError, user_errors
 
 
 def run(config: Merger) -> None:
-    """Write ``config.dst``, whole or not at all. Needs memory for a few rows of every checkpoint.
+    """Write the folder ``config.dst``. If writing fails, nothing is left of it.
+
+    Only a few rows of every checkpoint are in memory at a time.
 
     Raises:
-        InputError: one is not a complete checkpoint, their models or tokenizers differ (the first difference is named),
-            a value is not finite, or the destination exists.
+        InputError: a checkpoint is incomplete, models or tokenizers of the checkpoints differ (the message names the
+            first difference), a value is not finite, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     if Path(config.dst).exists():
@@ -45,25 +50,28 @@ def run(config: Merger) -> None:
     for origin, share in zip(origins, config.shares, strict=True):
         print(f"{share:.6g} x {origin.folder}")
     if left_out:
-        print(f"left out, since not every checkpoint has them: {len(left_out)} drafter tensors ({left_out[0]}, ...)")
+        print(f"{len(left_out)} drafter tensors ({left_out[0]}, ...) are left out: not every checkpoint has them")
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")
 
 
 def check_same(first: Pretrained, other: Pretrained) -> None:
-    """Raise ``InputError`` with the first difference between the models or tokenizers of two checkpoints."""
+    """Raise ``InputError`` if two checkpoints have different models or tokenizers; it names the first difference."""
     wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
     for key in wanted:
         difference = first_difference(found[key], wanted[key], key)
         if difference:
             shown = difference if len(difference) <= 300 else f"{difference[:300]} ..."
             raise InputError(
-                f"{other.folder} cannot be merged with {first.folder}, it is another {key}: {shown}. "
-                "Merge checkpoints of one model and one tokenizer"
+                f"{other.folder} cannot be merged with {first.folder}, because it has another {key}: {shown}. "
+                "Merge checkpoints of the same model and tokenizer"
             )
 
 
 def companions(origin: Pretrained) -> dict[str, str]:
-    """The small files of the merged checkpoint: those of ``origin``, or those that a run's export would have."""
+    """Return the small files for the merged checkpoint, such as the tokenizer's.
+
+    They are those of the folder ``origin``, or if it is a run, those that the export of the run would have.
+    """
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
@@ -73,9 +81,7 @@ def companions(origin: Pretrained) -> dict[str, str]:
 
 
 def _model(origin: Pretrained) -> dict[str, Any]:
-    """The configuration that determines the model; row counts of Engram tables are filled in where a file leaves them
-    out.
-    """
+    """Return the model configuration of a checkpoint; missing row counts of Engram tables are added."""
     config = ModelConfig.from_dict(origin.model)
     text = config.text
     if text.engram_layer_ids and not text.engram_num_embeddings:

@@ -1,4 +1,4 @@
-"""``task=plan``: what a job costs on a layout of GPUs, computed before machines are rented: ``train/planning``."""
+"""``task=plan``: prints the memory, the traffic and the time that a run needs (``train/planning`` computes them)."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from train.planning.resources import plan
 
 
 def run(config: Config) -> None:
-    """Print the plan."""
+    """Print the plan for the run that ``config`` describes."""
     print(report(plan(config)))

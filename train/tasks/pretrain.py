@@ -1,5 +1,7 @@
-"""Training on packed documents (``task=pretrain``) or conversations (``task=sft``): from scratch, from another
-checkpoint, or resuming the run directory. The loop is ``train/loop.py``.
+"""Training on packed documents (``task=pretrain``) or on conversations (``task=sft``).
+
+A run starts from random weights or from another checkpoint, or resumes from the last checkpoint in its directory. The
+training loop is in ``train/loop.py``.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from train.tasks.sample import sample
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+    """Train the run in ``config.run_dir`` from the start or from its last checkpoint, and print the results.
 
     Raises:
-        InputError, DataError, OSError: what was given cannot be used.
-        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+        InputError, DataError, OSError: the configuration, a checkpoint or the data cannot be used.
+        NonFiniteError, Interrupted: the run ended early, see ``train.loop.repeat``.
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
@@ -35,7 +37,7 @@ def run(config: Config) -> None:
 
 
 def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
-    """The closing lines: results, a sample, and the files."""
+    """Log the last lines of a run: its results, a sample text, and the files that it wrote."""
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     task = run.config.task
@@ -63,12 +65,13 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
         share, answer = most_frequent(run.valid_batches)
         always = run.tokenizer.decode(answer.tolist())
         reached = f"first {first['exact_match']:.1%} final {last['exact_match']:.1%} of {last['answers']}"
-        reporter.log(f"held-out answers right to the last token: {reached}; always {always!r} would be {share:.1%}")
+        baseline = f"always answering {always!r} would reach {share:.1%}"
+        reporter.log(f"held-out answers that are right in every token: {reached}; {baseline}")
     report_files(run, reporter)
 
 
 def _prompt(run: Run) -> list[int]:
-    """The tokens of ``task.sample_prompt``; for ``sft`` it becomes a user message, up to where the answer begins."""
+    """Return the tokens of ``task.sample_prompt``. With task=sft it is formatted as a user message to be answered."""
     task = run.config.task
     if task.kind == "sft":
         return prompt_ids(run.tokenizer, [{"role": "user", "content": task.sample_prompt}])

@@ -1,9 +1,11 @@
-"""``task=rl`` and ``task=distill``: collect graded responses, take a step along the policy gradient or towards the
-teachers, continue under the new policy.
+"""``task=rl`` and ``task=distill``: reinforcement learning and on-policy distillation.
+
+Each step collects graded responses, takes an optimizer step (policy gradient, or distillation from the teachers), and
+hands the new weights to the rollout, which generates further responses with them.
 
 Read ``train`` first, then in ``train/rl``: ``collect.py``, ``batch.py``, ``policy_gradient.py`` and ``distill.py``. A
-step is ``train.loop.train_step`` with another objective; checkpoints, resuming and stopping are those of every run,
-with the state of the rollout stored beside them.
+step is ``train.loop.train_step`` with another objective. Checkpoints, resuming and stopping work as in every run; the
+state of the rollout is stored in separate files.
 """
 
 from __future__ import annotations
@@ -52,21 +54,21 @@ NAME = re.compile(r"step-(\d{8,})\.(rank-\d+\.pt|json)")
 
 @dataclass
 class Policy:
-    """A run and what reinforcement learning adds to it."""
+    """A run, and the objects that reinforcement learning or distillation adds to it."""
 
     run: Run
-    collector: Collector  # of the training prompts
+    collector: Collector  # collects the responses to training prompts
     held_out: Prompts
-    method: PolicyGradient | Teachers  # task=rl, task=distill: which responses are trained on, and by which losses
+    method: PolicyGradient | Teachers  # selects responses and computes losses: task=rl, task=distill
     shape: Shape
 
 
 def run(config: Config) -> None:
-    """Train, or continue, the run in ``config.run_dir``, and print what came out.
+    """Train the run in ``config.run_dir`` from the start or from its last checkpoint, and print the results.
 
     Raises:
-        InputError, DataError, OSError: what was given cannot be used.
-        NonFiniteError, Interrupted: see ``train.loop.repeat``.
+        InputError, DataError, OSError: the configuration, a checkpoint, prompts or reward functions cannot be used.
+        NonFiniteError, Interrupted: the run ended early, see ``train.loop.repeat``.
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
@@ -89,14 +91,14 @@ def run(config: Config) -> None:
 
 
 def make_reference(run: Run) -> Reference:
-    """The initial policy: with LoRA the model without its adapter, else a copy."""
+    """Return the initial policy as a reference: with LoRA the model without its adapter, otherwise a copy of it."""
     if run.config.lora.on:
         return BaseModel(run.model)
     return Copy(copy.deepcopy(run.model).requires_grad_(False))
 
 
 def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Policy:
-    """The objects of ``config.rl``. ``reference``: the initial policy, if the loss needs it."""
+    """Build the objects that the section ``rl`` describes. reference: the initial policy, or None if it is not used."""
     config, settings, text = run.config, run.rl, run.model_config.text
     plan = SamplingPlan(
         efforts=tuple(settings.trained),
@@ -131,7 +133,7 @@ def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Poli
 
 
 def open_rollout(run: Run) -> Rollout:
-    """The rollout that ``rl.rollout`` chooses: generation in this process, or servers."""
+    """Build the rollout that ``rl.rollout`` chooses: generation in this process, or on inference servers."""
     servers = run.rl.rollout
     if servers is None:
         return LocalRollout(run.model, run.rl.in_flight, run.autocast)
@@ -146,8 +148,9 @@ def open_rollout(run: Run) -> Rollout:
 
 
 def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
-    """Collect and take steps to the end of the run, see ``train.loop.repeat``; it can also be stopped while collecting
-    or evaluating.
+    """Collect responses and take steps until the end of the run (see ``train.loop.repeat``).
+
+    A signal can also stop the run while it collects responses or evaluates.
     """
     run, collector = policy.run, policy.collector
     told: set[str] = set()
@@ -161,7 +164,7 @@ def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
             return None
         for note in failures(groups, told):
             reporter.log(note)
-        if isinstance(policy.method, PolicyGradient):  # others do not learn from rewards
+        if isinstance(policy.method, PolicyGradient):  # distillation does not use rewards
             failing.check(run.world.gather(outcomes(groups)))
         collected = time.perf_counter()
         record = step(policy, groups, state)
@@ -179,9 +182,10 @@ def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
 
 
 def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, Any]:
-    """One step on the graded groups of all processes; moves the counters and returns the step's record.
+    """Take one optimizer step on the graded groups of all processes.
 
-    If no response in any process is informative, nothing is updated.
+    Updates the counters in ``state`` and returns the step's record. If the rewards are equal in every group of every
+    process, there is no gradient, and the weights are not updated.
     """
     run, settings, method = policy.run, policy.run.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
@@ -195,7 +199,7 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
         numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(sums), dummy_batches)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"groups": scored.groups, "version_lag": _lag(scored, state.step)}
-    met = torch.stack(list(sums.values())).tolist() if sums else []  # read from the device once
+    met = torch.stack(list(sums.values())).tolist() if sums else []  # one transfer from the device
     total = _summed(run, {**dict.fromkeys(method.NAMES, 0.0), **dict(zip(sums, met, strict=True)), **counts})
     state.step, state.tokens = state.step + 1, state.tokens + int(total["tokens"])
     record = {"step": state.step, "tokens": state.tokens, **measures(run, scored), **_per_token(total, method.NAMES)}
@@ -208,22 +212,22 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
     return record
 
 
-FAILING_STEPS = 3  # in a row, after which a reward that used to work ends the run
+FAILING_STEPS = 3  # a reward function that has worked before ends the run if all its calls fail in this many steps
 
 
 class Failing:
-    """Ends a run whose reward function only fails: it would train on the length term alone, to the end."""
+    """Ends a run whose reward function fails in every call, since it would train on the length penalty alone."""
 
     def __init__(self, tasks: int):
         self.worked = [False] * tasks
         self.in_a_row = [0] * tasks
 
     def check(self, of_processes: list[list[tuple[int, str, str]]]) -> None:
-        """Note the outcomes of a step, see ``outcomes``.
+        """Record the outcomes of a step in all processes (see ``outcomes``).
 
         Raises:
-            InputError: in every process alike: all calls of a function have failed since the run was started, or in the
-                last steps.
+            InputError: all calls of a reward function have failed since the process started, or in the last
+                ``FAILING_STEPS`` steps. All processes raise it together.
         """
         calls = [outcome for outcomes in of_processes for outcome in outcomes]
         for task in range(len(self.worked)):
@@ -238,13 +242,13 @@ class Failing:
                 steps = "step" if self.in_a_row[task] == 1 else f"{self.in_a_row[task]} steps in a row"
                 raise InputError(
                     f"rl.tasks[{task}].reward failed in every call of the last {steps} ({len(mine)} in the last one), "
-                    f"so nothing can be learnt from it: {mine[-1][1]}. The last checkpoint stands; mend the function "
-                    "and run the same command again"
+                    f"so nothing can be learnt from it: {mine[-1][1]}. The last checkpoint is unchanged; correct the "
+                    "function and run the same command again"
                 )
 
 
 def outcomes(groups: list[Group]) -> list[tuple[int, str, str]]:
-    """(task, failure or "", its reason) of every response that was shown to a reward function."""
+    """List (task, failure or "", reason of the failure) for every response that a reward function was called with."""
     return [
         (group.task, response.outcome.failure or "", response.outcome.detail)
         for group in groups
@@ -254,7 +258,10 @@ def outcomes(groups: list[Group]) -> list[tuple[int, str, str]]:
 
 
 def failures(groups: list[Group], told: set[str]) -> list[str]:
-    """Why reward functions failed for this process's responses; ``told``: kinds of failures already logged."""
+    """Return log lines that say why reward functions failed for this process's responses.
+
+    told: kinds of failures that have been logged already; new kinds are added to it.
+    """
     notes = []
     for group in groups:
         for outcome in (response.outcome for response in group.responses):
@@ -266,8 +273,10 @@ def failures(groups: list[Group], told: set[str]) -> list[str]:
 
 
 def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Reward, accuracy and reasoning length under every effort of ``rl.eval_efforts`` on held-out prompts, sampled as
-    in training. Changes no state. None as soon as ``stop`` returns True in any process.
+    """Evaluate the policy on held-out prompts, under every effort of ``rl.eval_efforts``.
+
+    Returns the record of the evaluation with reward, accuracy and reasoning length, or None as soon as ``stop`` returns
+    True in any process. Responses are sampled as in training. Nothing in ``policy`` changes.
     """
     run, settings, trained = policy.run, policy.run.rl, policy.collector
     started, efforts, world = time.perf_counter(), tuple(settings.evaluated), run.world
@@ -285,10 +294,11 @@ def evaluate(policy: Policy, stop: Callable[[], bool] = lambda: False) -> dict[s
 
 
 def measures(run: Run, scored: Scored) -> dict[str, Any]:
-    """Statistics of the responses of all processes: overall, by effort, and the reasons for missing rewards.
+    """Compute metrics of the responses of all processes: overall, for each effort, and counts of failed reward calls.
 
-    accuracy: share of responses with a task reward of 1 or more. length: mean reasoning tokens. task_reward: without
-    the length term.
+    ``accuracy`` is the share of responses with a task reward of 1 or more, ``length`` the mean number of reasoning
+    tokens, ``task_reward`` the mean reward without the length penalty, and ``cut`` the share of responses that were cut
+    off at ``rl.max_tokens``.
     """
     sums: Counter[Any] = Counter()
     values = zip(scored.responses, scored.efforts.tolist(), scored.rewards.tolist(), strict=True)
@@ -315,7 +325,7 @@ def measures(run: Run, scored: Scored) -> dict[str, Any]:
 
 
 def save_all(policy: Policy, state: TrainerState, background: Background | None = None) -> Path:
-    """Write the run state, and before it the unfinished responses of every process."""
+    """Write the unfinished responses of every process, then the run state. Returns the folder of the checkpoint."""
     run = policy.run
     folder = run.config.run_dir / "rollout"
     folder.mkdir(exist_ok=True)
@@ -324,7 +334,7 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
     torch.save({"ranks": run.world.size, **policy.collector.state_dict()}, temporary)
     os.replace(temporary, path)
     begun = run.world.gather(policy.collector.next)
-    if run.world.first:  # what a run on another number of processes needs of all
+    if run.world.first:  # needed to resume with another number of processes
         write_text(begun_file(folder, state.step), json.dumps({"begun": begun}))
     run.world.barrier()
     saved = run.save(state, background)
@@ -338,8 +348,10 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
 
 
 def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
-    """The collector's state at ``state``. If the number of processes has changed, unfinished responses are dropped, and
-    prompts continue after the last one that any process had started.
+    """Read the state of the collector that was saved with the run state ``state``.
+
+    If the number of processes has changed, unfinished responses are dropped, and prompts continue after the last prompt
+    that any process had started.
     """
     run, collector = policy.run, policy.collector
     folder = run.config.run_dir / "rollout"
@@ -348,16 +360,16 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
         path = rollout_file(folder, state.step, rank)
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # missing, truncated, or not written by torch.save
+        except Exception as error:  # the file is missing, truncated, or not written by torch.save
             raise CheckpointError(
                 f"{path} cannot be read: {type(error).__name__}. It belongs to the checkpoint of step {state.step}; "
-                "delete both to continue from the one before"
+                "delete the file and that checkpoint to continue from the previous checkpoint"
             ) from error
 
     known = begun_file(folder, state.step)
     if known.is_file():
         groups = json.loads(known.read_text(encoding="utf-8"))["begun"]
-    else:  # written before there was such a file
+    else:  # the checkpoint was written by an older version, without this file
         groups = [read(rank)["next"] for rank in range(read(0)["ranks"])]
     before = len(groups)
     if before == run.world.size:
@@ -365,14 +377,14 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
     count = len(collector.plan.efforts)
     begun = max(-(-number // count) * before + rank for rank, number in enumerate(groups))
     run.notes.append(
-        f"resumed with another number of processes: unfinished responses of the old {before} are dropped, "
-        f"prompts continue at {begun}"
+        f"resumed with another number of processes: the unfinished responses of the previous {before} processes are "
+        f"dropped, and prompts continue with number {begun}"
     )
     return {**collector.state_dict(), "next": -(-begun // run.world.size) * count}
 
 
 def begun_file(folder: Path, step: int) -> Path:
-    """How many groups each process had begun."""
+    """Path of the file that stores how many groups each process had started."""
     return folder / f"step-{step:08d}.json"
 
 
@@ -385,12 +397,12 @@ def _tokens(sample: Any) -> int:
 
 
 def _lag(scored: Scored, version: int) -> int:
-    """Sum over the tokens of all responses of how many versions they are behind the policy."""
+    """Sum, over the tokens of all responses, the number of steps since the token was written."""
     return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
 
 
 def _summed(run: Run, sums: Mapping[Any, float]) -> Counter[Any]:
-    """These sums over all processes."""
+    """Add up the sums of all processes, key by key."""
     total: Counter[Any] = Counter()
     for other in run.world.gather(dict(sums)):
         total.update(other)
@@ -398,7 +410,10 @@ def _summed(run: Run, sums: Mapping[Any, float]) -> Counter[Any]:
 
 
 def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
-    """The sums of a step as shares and means over the supervised tokens. ``names``: what its objective sums."""
+    """Convert the sums of a step to shares and means over the supervised tokens.
+
+    names: the statistics that the objective sums over tokens.
+    """
     taught = max(total["taught"], 1)
     return {
         **{name: int(total[name]) for name in ("groups", "zero_variance") if name in total},
@@ -409,7 +424,7 @@ def _per_token(total: Counter[str], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _summarise(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
-    """The closing lines: every effort before and after, and the files."""
+    """Log the last lines of a run: results of every effort before and after training, and the files that it wrote."""
     reporter.stop_bar()
     assert state.first_valid is not None and state.last_valid is not None
     reporter.log(table(state.first_valid, state.last_valid))

@@ -1,4 +1,4 @@
-"""Continue a prompt: tokens in, text out."""
+"""Continues a prompt with a model and returns the new text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def sample(
     seed: int = 0,
     stop: int | None = None,
 ) -> str:
-    """The text that ``model`` writes after the tokens ``prompt``.
+    """Return the text with which ``model`` continues the tokens ``prompt``.
 
     Args:
-        tokens: the most new tokens.
-        temperature: 0 takes the most likely token, anything above draws from softmax(logits / temperature).
-        seed: of the draw; the global random state is not touched.
+        tokens: largest number of new tokens.
+        temperature: 0 takes the most likely token; a higher value draws from softmax(logits / temperature).
+        seed: seed for drawing tokens; the global random state is not changed.
         stop: token id that ends the text early, usually the end-of-sequence id; it is not part of the text.
 
-    If the model is split over processes, all of them must call this. They run equally many steps, even if rounding
-    makes them draw different tokens.
+    If the model is split over processes, all of them must call this together. They run the same number of steps, even
+    if rounding makes them draw different tokens.
     """
     ends = frozenset() if stop is None or model.parallel.together else frozenset({stop})
     (answer,) = generate(model, [Request(tuple(prompt), tokens, temperature, seed=seed, stop=ends)])

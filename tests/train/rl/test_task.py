@@ -285,7 +285,7 @@ def test_a_damaged_rollout_file_is_named(make_rl) -> None:
     rl.run(config)
     path = max((config.run_dir / "rollout").glob("*.pt"))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} cannot be read.*delete both"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} cannot be read.*delete the file and that checkpoint"):
         rl.run(make_rl("name=damaged", "task.tokens=9000"))
 
 
@@ -455,7 +455,7 @@ def test_another_number_of_processes_goes_on_behind_all_that_had_begun(make_poli
     policy.collector.load_state_dict(rl.read_rollout(policy, TrainerState(step=3)))
     numbers = [group.number for group in policy.collector.collect()]
     assert min(numbers) // 2 in (5, 6) and len(numbers) == 4
-    assert "unfinished responses of the old 2 are dropped" in policy.run.notes[-1]
+    assert "the unfinished responses of the previous 2 processes are dropped" in policy.run.notes[-1]
 
 
 def test_state_counts_tokens_of_all_responses(make_policy) -> None:

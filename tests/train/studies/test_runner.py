@@ -231,7 +231,7 @@ def test_every_shipped_study_composes(name: str, tmp_path: Path) -> None:
 
 
 def test_mistakes_in_a_study_are_named() -> None:
-    with pytest.raises(StudyError, match="known are .*indexer"):
+    with pytest.raises(StudyError, match="the studies are .*indexer"):
         read_study("missing")
-    with pytest.raises(ValueError, match=r"claims.0.than: 'slwo' is not among fast"):
+    with pytest.raises(ValueError, match=r"claims.0.than: 'slwo' is unknown; it must be one of fast"):
         small({"fast": SLOW}, claims=[Claim("", "loss", "fast", "slwo", "lower")])

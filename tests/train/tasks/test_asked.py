@@ -66,9 +66,9 @@ def test_every_prompt_is_answered_and_a_stopped_run_goes_on(generated, tmp_path:
     assert generated(RECORDS, "batch=1") == whole, "whatever is asked at the same time"
     assert "holds 2 of 5 answers" in capsys.readouterr().out
     assert generated(RECORDS) == whole
-    with pytest.raises(InputError, match=r"answers under other settings \(temperature\)"):
+    with pytest.raises(InputError, match=r"answers generated with other settings \(temperature\)"):
         generated(RECORDS, "temperature=0.1")
-    with pytest.raises(InputError, match=r"answers under other settings \(prompts\)"):
+    with pytest.raises(InputError, match=r"answers generated with other settings \(prompts\)"):
         generated(RECORDS[:4])
 
 
@@ -83,7 +83,7 @@ def test_a_bad_prompt_is_named_before_anything_is_generated(generated, record, m
 
 
 def test_an_answer_that_does_not_fit_is_refused(generated) -> None:
-    with pytest.raises(InputError, match="positions; lower max_tokens"):
+    with pytest.raises(InputError, match="tokens; lower max_tokens"):
         generated(RECORDS, "max_tokens=100000000")
 
 
@@ -185,7 +185,7 @@ def test_images_in_a_chat(seeing: Path, folder: Path, compose_raw, monkeypatch, 
     assert "with its drafter" in out and "8 x 8 pixels goes with the next question" in out
     assert "error: missing image" in out
     assert [len(prompt.pictures) for prompt in asked] == [1, 0], "/new forgets the image too"
-    assert "reads no images" in say(folder, image)
+    assert "cannot read images" in say(folder, image)
 
 
 @pytest.mark.parametrize(

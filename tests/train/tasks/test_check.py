@@ -49,7 +49,9 @@ def test_what_is_printed(checked) -> None:
     lines = {line.split("  ")[0].strip(): line.split()[-2:] for line in out.splitlines() if "  " in line}
     assert lines["records"] == ["2", "1"] and lines["turns"] == ["6", "2"] and lines["refused"] == ["0", "0"]
     assert (
-        "1 records read as messages" in out and "1 records read as sharegpt" in out and "keys not used: id (1)" in out
+        "1 records were read as messages" in out
+        and "1 records were read as sharegpt" in out
+        and "keys of records that are not used: id (1)" in out
     )
     assert "</think>⟦two<｜end▁of▁sentence｜>⟧" in out and "⟦b<｜end▁of▁sentence｜>⟧<｜User｜>" in out
     assert "a\\x1b[31m" in out and "\x1b" not in out, "escape sequences are spelled out"
