@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
         (["task=sft"], "init_from = null: task=sft starts from a checkpoint"),
         (["task=rl", "rl.samples=[1,2,3,4]", "parallel.world_size=3"], "rl.samples"),
         (["model.text_config.kv_source_layer_ids=[1,2,3]"], "kv_source_layer_ids"),
-        (["lora=all", "optim=report"], "an adapter is trained by AdamW"),
+        (["lora=all", "optim=report"], "whose adapters are always trained by AdamW"),
         (["data=chat"], "data.paths=[]: must name at least one file"),
         (["data.paths=[{a]"], "cannot be read"),
     ],
@@ -121,5 +121,5 @@ def test_a_path_is_taken_whatever_letters_it_has(argument: str, value: object) -
 
 @pytest.mark.parametrize("argument", ["data.paths=[{a]", "name='é", "rl.tasks=[{prompts: a, reward: b=c}]"])
 def test_what_cannot_be_read_says_how_to_quote(argument: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: .+ Put text into quotes"):
+    with pytest.raises(ConfigError, match="cannot be read: .+ Quote the text and the whole argument"):
         open_overrides([argument])

@@ -10,7 +10,7 @@ Read the files in this order; each imports only those above it:
     strict, problems        how the dataclass of a section is declared; the error that lists all problems
     tasks                   the names of the tasks, and the function that runs each
     rollout, rl, dspark, dpo, plan    the sections of the configuration that only some tasks have
-    evaluation              the tasks that a model is measured on
+    evaluation              the tasks (benchmarks) that a model is evaluated on
     schema                  the whole configuration, and those of the tasks that train nothing
     moved                   configuration keys and functions that were renamed
     rules                   rules that involve several keys

@@ -14,6 +14,6 @@ from train.config.strict import STRICT
 class DpoConfig:
     """The objective of task=dpo (Rafailov et al., 2023, arXiv 2305.18290)."""
 
-    beta: PositiveFloat  # how strongly the policy is held to the reference: the log-probability ratios are scaled by it
-    # Share of pairs that are assumed to be labelled the wrong way round (conservative DPO); 0: none.
+    beta: PositiveFloat  # scale of the log-probability ratios in the loss; a larger value keeps the policy nearer
+    # Assumed share of pairs whose chosen and rejected answer are swapped (conservative DPO); 0: none.
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]

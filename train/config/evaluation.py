@@ -10,14 +10,14 @@ from pydantic.dataclasses import dataclass
 
 from train.config.strict import STRICT
 
-RETRIEVAL = ("needle", "multikey")  # see train/evaluation/retrieval.py
-CONVERSATIONS = (".jsonl", ".jsonl.gz", ".jsonl.zst")  # names of files of conversations end so
-HARNESS_FILE = (".yaml", ".yml")  # names of task files of lm-evaluation-harness end so
+RETRIEVAL = ("needle", "multikey")  # the tasks of train/evaluation/retrieval.py
+CONVERSATIONS = (".jsonl", ".jsonl.gz", ".jsonl.zst")  # suffixes of files of conversations
+HARNESS_FILE = (".yaml", ".yml")  # suffixes of task files of lm-evaluation-harness
 
 
 @dataclass(config=STRICT, frozen=True)
 class EvalTask:
-    """A task that a model is evaluated on. A list of tasks may also hold just the name of a task."""
+    """A task that a model is evaluated on. Instead of this section, a list of tasks may contain a task's name."""
 
     # needle, multikey; a JSONL file of conversations; or a task of lm-evaluation-harness: its name or its YAML file.
     task: str

@@ -1,4 +1,4 @@
-"""The ``plan`` section: what task=plan computes, and what it assumes."""
+"""The ``plan`` section of the configuration: settings and assumptions of task=plan."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class PlanConfig:
-    """What task=plan computes, and what it assumes."""
+    """Which kind of run task=plan computes memory and time for, and its assumptions."""
 
-    # Whose memory and time: train is pre-training, task=sft and, with lora=..., an adapter; distill adds the teacher of
-    # task=distill; dspark is a drafter beside a frozen model.
+    # The kind of run: train is task=pretrain or task=sft, with lora=... that of an adapter; distill is task=distill,
+    # with its teacher; dspark is task=dspark, a drafter for a frozen model.
     job: Literal["train", "distill", "dspark"]
-    # Also try other layouts for this job: the fewest GPUs of parallel.gpu_memory_gib that it fits on, and the fastest.
+    # Also search other layouts: the one with the fewest GPUs (of parallel.gpu_memory_gib) that fits, and the fastest.
     search: bool
-    max_gpus: PositiveInt  # of the layouts that search tries
-    # Rows that a rank's experts receive in one layer, over the mean of all ranks. Memory is planned for this many,
+    max_gpus: PositiveInt  # largest number of GPUs in the layouts that search tries
+    # Rows that a rank's experts receive in one layer, divided by the mean over ranks. Memory is planned for this load,
     # since no token is dropped.
     load_factor: Annotated[float, Field(ge=1)]
-    reserve_gib: NonNegativeFloat  # kept free on every GPU for the allocator's gaps and the buffers of NCCL
+    reserve_gib: NonNegativeFloat  # memory in GiB that is left free on every GPU, for fragmentation and NCCL

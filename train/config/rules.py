@@ -54,7 +54,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _parallel_rules(config.parallel, config.task)
     yield from (({"task.eval_tasks"}, text) for text in eval_problems("task.eval_tasks", config.task.eval_tasks))
     if config.task.eval_tasks and config.task.kind == "dspark":
-        rule = "has no effect with task=dspark, whose language model does not change"
+        rule = "has no effect with task=dspark, which does not change the language model"
         yield {"task.eval_tasks"}, problem("task.eval_tasks", "[...]", rule, "Use task=eval")
     for name in ("wandb", "tensorboard"):
         if getattr(config.logger, name) and not _is_installed(name):
@@ -172,36 +172,41 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     plans = config.task.kind == "plan"
     if (config.plan is None) == plans:
-        rule = "is what task=plan needs" if plans else f"has no effect with task={config.task.kind}"
-        remedy = "Use task=plan, or leave it out"
+        rule = "task=plan needs this section" if plans else f"has no effect with task={config.task.kind}"
+        remedy = "Use task=plan, or leave the section plan out"
         yield {"plan", "task.kind"}, problem("plan", None if plans else "...", rule, remedy)
     if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
-        rule = "the backbone of a drafter is not trained"
+        rule = "training a drafter keeps the backbone frozen, so it cannot train LoRA"
         yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
 
 
 def _source_rules(config: Config, sources: set[str]) -> Iterator[tuple[set[str], str]]:
-    """What a task requires of its data. sources: the kinds of the configuration, empty if they are wrong."""
+    """Check that the data source fits the task.
+
+    sources: the data sources in the configuration; empty if the data section has problems of its own.
+    """
     wanted = {"sft": ("chat", "trains on conversations"), "dpo": ("preference", "trains on pairs of answers")}
     source, what = wanted.get(config.task.kind, ("", ""))
     if source and sources - {source}:
         remedy = f"Use data={source} data.paths=[...]"
         yield {"data.source"}, problem("data.source", config.data.source, f"task={config.task.kind} {what}", remedy)
     elif config.task.kind not in ("dpo", "check") and "preference" in sources:
-        rule, remedy = "holds pairs of answers, on which only task=dpo trains", "Use data=chat: the chosen answers"
+        rule = "contains pairs of answers, on which only task=dpo trains"
+        remedy = "Use data=chat with conversations that have one answer"
         yield {"data.source"}, problem("data.source", config.data.source, rule, remedy)
 
 
 def _dpo_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     compares = config.task.kind == "dpo"
     if (config.dpo is None) == compares:
-        rule = "is what task=dpo needs" if compares else f"has no effect with task={config.task.kind}"
-        yield {"dpo", "task.kind"}, problem("dpo", None if compares else "...", rule, "Use task=dpo, or leave it out")
+        rule = "task=dpo needs this section" if compares else f"has no effect with task={config.task.kind}"
+        remedy = "Use task=dpo, or leave the section dpo out"
+        yield {"dpo", "task.kind"}, problem("dpo", None if compares else "...", rule, remedy)
     if config.dpo is None:
         return
     if config.lora.dropout:
-        rule = "the trained policy would differ at random from the one that is compared with the reference"
-        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use 0")
+        rule = "dropout would change the policy's log-probabilities at random, which DPO compares with the reference"
+        yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use lora.dropout=0")
 
 
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -377,10 +382,10 @@ def merge_problems(merger: Merger) -> Iterator[str]:
 
 
 def eval_problems(key: str, tasks: Sequence[EvalTask]) -> Iterator[str]:
-    """What is wrong with the tasks of an evaluation, as far as the configuration alone tells."""
+    """Yield every problem with the tasks of an evaluation that can be found without reading their data."""
     names = [task.task for task in tasks]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
-        rule, remedy = "lists a task twice", "List it once, with several lengths or depths if it has any"
+        rule, remedy = "lists a task twice", "List the task once; it may have several lengths and depths"
         yield problem(key, doubled, rule, remedy)
     for task in tasks:
         if task.kind == "harness" and not _is_installed("lm_eval"):
@@ -390,7 +395,7 @@ def eval_problems(key: str, tasks: Sequence[EvalTask]) -> Iterator[str]:
             )
             yield problem(key, task.task, rule, remedy)
         if len(set(task.lengths)) < len(task.lengths) or len(set(task.depths)) < len(task.depths):
-            yield problem(key, task.task, "lists a length or a depth twice", "List each once")
+            yield problem(key, task.task, "lists a length or a depth twice", "List each value once")
 
 
 def _is_installed(library: str) -> bool:

@@ -52,7 +52,7 @@ class TaskConfig:
     sample_prompt: str  # when the run is complete, the model continues this text (task=sft: answers it)
     sample_tokens: NonNegativeInt  # length of the sample text in tokens; 0: no sample
     sample_temperature: NonNegativeFloat  # sampling temperature of the sample text; 0: greedy
-    eval_tasks: list[EvalEntry]  # tasks that every evaluation measures too: their names, or sections with settings
+    eval_tasks: list[EvalEntry]  # tasks that every evaluation also measures: names, or sections with settings
 
     def per_rank_batch(self, row_groups: int) -> tuple[int, int]:
         """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and
@@ -125,13 +125,13 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, frozen=True)
 class HardwareConfig:
-    """What task=plan estimates seconds with. Rates are those of one GPU, in one direction; GB are 10^9 bytes."""
+    """Hardware rates with which task=plan estimates seconds. Rates are per GPU and direction; 1 GB is 10^9 bytes."""
 
     gpus_per_node: PositiveInt
-    tflops: PositiveFloat  # of bf16 products, as training reaches them
-    peak_tflops: PositiveFloat  # of bf16 products without sparsity, as the maker states them: what MFU is relative to
-    network_gb_s: PositiveFloat  # to other nodes
-    node_gb_s: PositiveFloat  # to GPUs of the same node
+    tflops: PositiveFloat  # TFLOP/s that training reaches in bf16 matrix products
+    peak_tflops: PositiveFloat  # the maker's TFLOP/s for dense bf16 products; MFU is relative to it
+    network_gb_s: PositiveFloat  # GB/s to other nodes
+    node_gb_s: PositiveFloat  # GB/s to GPUs on the same node
 
 
 @dataclass(config=STRICT, frozen=True)

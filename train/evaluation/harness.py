@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on a `Scorer`. The only importer of lm_eval, an optional library."""
+"""Runs tasks of lm-evaluation-harness on a `Scorer`. Only this file imports lm_eval, an optional library."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from data.tokenizer import special_ids
 from train.config.evaluation import HARNESS_FILE, EvalTask
 from train.evaluation.scorer import Pair, Question, Scorer
 
-MAX_TOKENS = 256  # of an answer whose task gives no limit
-RESAMPLES = 1000  # for the standard errors of measures that have no formula for it
+MAX_TOKENS = 256  # most tokens in an answer if the task gives no limit
+RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that have no formula for it
 
 
 class Loaded:
-    """A task or group of tasks with its data. Raises ValueError if there is none of this name or it cannot be read."""
+    """A task of the library, or a group of tasks, with its data.
+
+    Raises:
+        ValueError: there is no task of this name, or its data cannot be read.
+    """
 
     def __init__(self, task: EvalTask, seed: int):
         self.task, self.name = task, Path(task.task).stem if task.task.endswith(HARNESS_FILE) else task.task
@@ -41,7 +45,7 @@ class Loaded:
             each.set_fewshot_seed(seed=seed)
 
     def run(self, scorer: Scorer) -> dict[str, dict[str, float]]:
-        """The measures of each task and group, such as {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}."""
+        """Run the tasks. Returns the metrics of each, such as {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}."""
         with _same_random_state(), _quiet():
             found = evaluate(
                 _Model(scorer), self.tasks, limit=self.task.limit, log_samples=False, bootstrap_iters=RESAMPLES
@@ -52,15 +56,15 @@ class Loaded:
 def _load(name: str) -> Any:
     file = name.endswith(HARNESS_FILE)
     if file and not Path(name).is_file():
-        raise ValueError(f"{name}: there is no such file; give a task file of lm-evaluation-harness")
+        raise ValueError(f"{name}: this file does not exist; name a task file of lm-evaluation-harness")
     manager = lm_eval.tasks.TaskManager(include_defaults=not file)
     if not file and name not in manager.task_index:
         close = difflib.get_close_matches(name, [*manager.all_tasks, "needle", "multikey"], n=3)
-        hint = f"Did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists those it has"
+        hint = f"Did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists its tasks"
         raise ValueError(f"{name}: lm-evaluation-harness has no task of this name. {hint}")
     try:
         return manager.load([str(Path(name).resolve())] if file else [name])
-    except Exception as error:  # from network errors to errors in a task's own code
+    except Exception as error:  # network errors, or errors in the code of a task
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"{name}: lm-evaluation-harness cannot load this task: {type(error).__name__}: {reason}"
@@ -68,7 +72,7 @@ def _load(name: str) -> Any:
 
 
 def _measures(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a task. Their names have the form "acc,filter"; the filter "none" is left out."""
+    """Return the metrics of a task. The library names them "metric,filter"; the filter "none" is left out here."""
     found = {}
     for name, value in values.items():
         if isinstance(value, int | float) and "," in name:
@@ -78,7 +82,7 @@ def _measures(values: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, the library shows no progress bars of its own and starts no processes for its standard errors."""
+    """Context in which the library shows no progress bars and starts no processes to compute standard errors."""
     given = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -93,7 +97,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Inside, the global generators may be used and seeded; afterwards they are as before."""
+    """Context that restores the state of the global random generators at its end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -104,8 +108,9 @@ def _same_random_state() -> Iterator[None]:
 
 
 class _Model(TemplateLM):
-    """A `Scorer` as the library's model. It is one model to the library, on every rank of a run: the scorer shares the
-    requests over the ranks, and each of them gets all results.
+    """Presents a `Scorer` to the library as a model.
+
+    Every rank passes the same requests to it. The scorer divides them over the ranks, and each rank gets all results.
     """
 
     def __init__(self, scorer: Scorer):
@@ -148,7 +153,7 @@ class _Model(TemplateLM):
         for request in requests:
             prompt, options = request.args
             if options.get("do_sample") and options.get("temperature", 1.0) > 0:
-                raise ValueError("a task draws its answers (do_sample); only greedy answers are evaluated here")
+                raise ValueError("a task samples its answers (do_sample), but only greedy answers are supported")
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
             most = int(options.get("max_gen_toks", MAX_TOKENS))

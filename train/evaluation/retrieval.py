@@ -1,11 +1,12 @@
-"""Long-context retrieval: a number is stated once in a long text and asked for at its end. All text is generated.
+"""Long-context retrieval tasks: a long text states a number once, and the prompt asks for it at the end of the text.
 
 needle      one sentence of the text states a number
 multikey    several sentences state the numbers of different names; the prompt asks for one of them
 
-The text is made of sentences drawn from small word lists, so nothing is downloaded. A prompt has at most the wanted
-number of tokens and at most one sentence less. The wanted sentence stands at the depth (0: beginning, 1: end), counted
-in sentences; the others of the same form stand anywhere.
+The text consists of sentences drawn from small word lists, so nothing is downloaded. A prompt has at most the
+configured number of tokens, and is shorter by at most one sentence. The sentence with the number is at the configured
+depth (0: beginning of the text, 1: end), counted in sentences. The other sentences with numbers are at random
+positions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from data.tokenizer import special_ids
 from train.config.evaluation import EvalTask
 from train.evaluation.scorer import Question
 
-ANSWER = 16  # the most tokens of an answer
+ANSWER = 16  # largest number of tokens in an answer
 BEGINNING = "The following text states some secret numbers.\n\n"
 ADJECTIVES = "old quiet green small tall broken narrow warm heavy plain early distant".split()
 NOUNS = "river garden house wagon teacher window market bridge farmer letter forest harbour".split()
@@ -32,7 +33,7 @@ SYLLABLES = "ba ke lo mi nu ra se ti vo za fe gu".split()
 
 @dataclass(frozen=True)
 class Hidden:
-    """A prompt that asks for a number, and where in the prompt the number is stated. length: as configured."""
+    """A prompt that asks for a number, the number, and the length and depth for which the prompt was made."""
 
     prompt: tuple[int, ...]
     number: str
@@ -41,8 +42,10 @@ class Hidden:
 
 
 def make(task: EvalTask, tokenizer: Tokenizer, seed: int) -> list[Hidden]:
-    """The questions of a task: the same ones for the same seed and tokenizer. Raises ValueError for a length that the
-    sentences which must be there do not fit into.
+    """Make the questions of a task. They depend only on the task, the tokenizer and the seed.
+
+    Raises:
+        ValueError: a configured length is too short for the sentences that a prompt must contain.
     """
     return [
         _one(task, tokenizer, random.Random(f"{seed}/{task.task}/{length}/{depth}/{number}"), length, depth)
@@ -72,7 +75,7 @@ def _one(task: EvalTask, tokenizer: Tokenizer, draw: random.Random, length: int,
         sentences.append(added)
     if not sentences:
         least = length - room + 32
-        raise ValueError(f"{task.task}: a prompt of {length} tokens has no room for any text; use {least} or more")
+        raise ValueError(f"{task.task}: prompts of {length} tokens are too short for this task; use {least} or more")
     for other in others:
         sentences.insert(draw.randrange(len(sentences) + 1), other)
     sentences.insert(round(depth * len(sentences)), wanted)
@@ -88,9 +91,9 @@ def _sentence(draw: random.Random) -> str:
 def score(
     hidden: Sequence[Hidden], tokenizer: Tokenizer, answers: Callable[[Sequence[Question]], list[str]]
 ) -> dict[str, Any]:
-    """The share of right answers, by length and depth: an answer is right if it begins with the number.
+    """Compute the share of right answers for each length and depth. An answer is right if it begins with the number.
 
-    answers: the greedy continuations of some prompts.
+    answers: function that returns the greedy continuations of some prompts.
     """
     questions = [Question(h.prompt, ANSWER) for h in hidden]
     right = [_first_word(text) == h.number for h, text in zip(hidden, answers(questions), strict=True)]

@@ -1,4 +1,4 @@
-"""Runs a language model over questions, shared by the processes: likelihoods of given texts, and greedy answers."""
+"""Computes log-likelihoods of texts and greedy answers with a language model, divided over the processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from model.generation import Generator, Request
 from model.loss import is_likeliest
 from train.distributed.world import World
 
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids: the context, and what follows it
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation
 
 
 class Stopped(Exception):
-    """The evaluation was asked to stop; raised on all ranks at the same place."""
+    """The evaluation was asked to stop. All ranks raise it together."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class Question:
 
 @dataclass
 class Scorer:
-    """A model to ask. All ranks call the same methods with the same arguments, and all get all results.
+    """Computes log-likelihoods and greedy answers. All ranks make the same calls, and each rank gets all results.
 
-    batch: sequences of one forward pass of a process. autocast: the arithmetic of
-    a pass for likelihoods; answers are written as in rollouts, without it. stop: whether this rank was
-    asked to stop. say: takes lines about the progress; None: shown on standard error by the first rank.
+    - batch: number of sequences in one forward pass of a process;
+    - autocast: context for the forward passes of log-likelihoods; answers are generated without it, as in RL rollouts;
+    - stop: function that says whether this rank was asked to stop;
+    - say: function that receives lines about the progress; None lets rank 0 print them on standard error.
     """
 
     model: DeepseekV41
@@ -51,22 +52,22 @@ class Scorer:
 
     @property
     def positions(self) -> int:
-        """The most tokens of a sequence."""
+        """The context length of the model: the largest number of tokens in a sequence."""
         return self.model.config.text.max_position_embeddings
 
     @torch.no_grad()
     def likelihoods(self, pairs: Sequence[Pair], what: str) -> list[tuple[float, bool]]:
-        """For each pair, the log-probability of what follows in nats, and whether greedy decoding would write it.
+        """Compute, for each pair, the log-probability (nats) of the continuation, and whether greedy decoding gives it.
 
-        Sequences longer than the model's positions lose their beginning.
+        Sequences longer than the context length of the model are cut at their beginning.
 
         Raises:
-            Stopped: some rank was asked to stop.
+            Stopped: a rank was asked to stop.
         """
         order = sorted(range(len(pairs)), key=lambda n: -len(pairs[n][0]) - len(pairs[n][1]))
         mine = order[self.world.rank :: self.world.size]
         found: dict[int, tuple[float, bool]] = {}
-        passes = -(-len(order) // (self.world.size * self.batch))  # of every rank: they run the model together
+        passes = -(-len(order) // (self.world.size * self.batch))  # the same number on every rank
         with progress(what, passes, self._say()) as advance:
             for start in range(0, passes * self.batch, self.batch):
                 self._check()
@@ -77,9 +78,9 @@ class Scorer:
         return self._gathered(found, len(pairs))
 
     def _pass(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """One forward pass over sequences packed into one row."""
+        """Run one forward pass over some sequences, which are packed into one row."""
         model, limit = self.model, self.positions
-        cut = [([*a, *b][-limit:], min(len(b), limit - 1)) for a, b in pairs]  # ids, tokens to judge
+        cut = [([*a, *b][-limit:], min(len(b), limit - 1)) for a, b in pairs]  # ids, number of continuation tokens
         lengths = torch.tensor([[len(ids) for ids, _ in cut]])
         ids = torch.tensor([[token for sequence, _ in cut for token in sequence]])
         ends = lengths[0].cumsum(0).tolist()
@@ -98,14 +99,13 @@ class Scorer:
 
     @torch.no_grad()
     def answers(self, questions: Sequence[Question], what: str) -> list[str]:
-        """The greedy continuation of each prompt, without the end-of-sequence token. Prompts that leave no room for
-        their answers lose their beginning.
+        """Generate the greedy continuation of each prompt, without the end-of-sequence token.
 
-        A model that is split over processes answers everything on all of them in equally many steps, so each of its
-        answers runs to `max_tokens` and is cut afterwards.
+        Prompts too long to leave room for an answer are cut at their beginning. If the model is split over processes,
+        all ranks must run the same number of steps, so each answer is generated up to `max_tokens` and cut afterwards.
 
         Raises:
-            Stopped: some rank was asked to stop.
+            Stopped: a rank was asked to stop.
         """
         spread = max(self.model.parallel.experts.size, self.model.parallel.tables.size) > 1
         ranks, rank = (1, 0) if spread else (self.world.size, self.world.rank)
@@ -121,7 +121,7 @@ class Scorer:
         return self._gathered(found, len(questions))
 
     def _write(self, questions: Sequence[Question], early: bool) -> list[str]:
-        """Answer some questions at once. early: an answer may end before `max_tokens`."""
+        """Answer some questions in one batch. early: whether an answer may end before `max_tokens`."""
         eos = special_ids(self.tokenizer).eos
         ends = frozenset({eos} if early else ())
         generator = Generator(self.model, max_running=self.batch)
@@ -135,7 +135,7 @@ class Scorer:
             texts |= {sample.id: self._text(sample.tokens, eos) for sample in finished}
             for running in generator.running if early else ():
                 if asked[running.sample.id].done(self._text(running.sample.tokens, eos)):
-                    running.sample.finish = "stop"  # the generator lets it go with the next step
+                    running.sample.finish = "stop"  # the generator removes it in its next step
         return [texts[number] for number in sorted(texts)]
 
     def _text(self, tokens: list[int], eos: int) -> str:
@@ -151,7 +151,7 @@ class Scorer:
         return self.say if self.world.first else _nothing
 
     def _gathered(self, mine: dict, count: int) -> list:
-        """The results of all ranks in the order of the questions."""
+        """Gather the results of all ranks, in the order of the questions."""
         every: dict = {}
         for part in self.world.gather(mine):
             every |= part
@@ -159,4 +159,4 @@ class Scorer:
 
 
 def _nothing(line: str) -> None:
-    """Where the lines of ranks other than the first go."""
+    """Ignore a line about the progress, on all ranks except rank 0."""

@@ -1,4 +1,4 @@
-"""The tasks that a model is evaluated on: their data are read, they are run on a `Scorer`, and shown."""
+"""Reads the data of evaluation tasks, runs the tasks on a `Scorer`, and formats their results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task whose data are read. run: asks a model, and returns the results of this task or of those in its group."""
+    """A task whose data have been read.
+
+    run: function that evaluates a model and returns the results of this task, or of all tasks in its group.
+    """
 
     task: EvalTask
     run: Callable[[Scorer], dict[str, Result]]
 
 
 def prepare(tasks: Sequence[EvalTask], tokenizer: Tokenizer, positions: int, seed: int) -> list[Prepared]:
-    """Read what the tasks need. positions: the most tokens that the model reads.
+    """Read the data that the tasks need.
+
+    positions: the context length of the model in tokens.
 
     Raises:
         ValueError, DataError: a task cannot be run on this model, or its data cannot be read.
@@ -42,8 +47,8 @@ def prepare(tasks: Sequence[EvalTask], tokenizer: Tokenizer, positions: int, see
 def _retrieval(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
     if max(task.lengths) + retrieval.ANSWER > positions:
         raise ValueError(
-            f"{task.task}: a prompt of {max(task.lengths):,} tokens and its answer exceed the model's {positions:,} "
-            "positions; give shorter lengths"
+            f"{task.task}: a prompt of {max(task.lengths):,} tokens and its answer exceed the model's context length "
+            f"of {positions:,} tokens; use shorter lengths"
         )
     hidden = retrieval.make(task, tokenizer, seed)
     return lambda scorer: {
@@ -54,20 +59,20 @@ def _retrieval(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
 def _conversations(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
     path = Path(task.task).expanduser()
     if not path.is_file():
-        raise DataError(task.task, 0, "missing file", "a task of conversations names a JSONL file")
+        raise DataError(task.task, 0, "missing file", "a task whose name ends in .jsonl must be a conversation file")
     policy = BadRecordPolicy("stop")
     source = ChatLines(find_files([str(path)], (".jsonl",)), "messages")
     encoder = Encoder(tokenizer, positions, vision=None, count_bytes=False, conversations=True)
     pairs: list[Pair] = []
     for encoded in encoder.encode_all((document for document, _ in source.read(policy)), policy):
-        assert encoded.loss_mask is not None, "a conversation says what is supervised"
+        assert encoded.loss_mask is not None, "an encoded conversation must have a loss mask"
         if task.limit is not None and len(pairs) >= task.limit:
             break
         begin = int(encoded.loss_mask.argmax())  # one answer, up to the end of the document
         if encoded.loss_mask.any():
             pairs.append((encoded.ids[:begin].tolist(), encoded.ids[begin:].tolist()))
     if not pairs:
-        raise DataError(task.task, 0, "no answers", "no record has an answer that counts")
+        raise DataError(task.task, 0, "no answers", "no record has a supervised answer")
     return lambda scorer: {path.stem: _judged(scorer.likelihoods(pairs, path.stem), pairs)}
 
 
@@ -78,13 +83,13 @@ def _judged(found: Sequence[tuple[float, bool]], pairs: Sequence[Pair]) -> Resul
 
 
 def _harness(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
-    from train.evaluation.harness import Loaded  # an optional library, which takes seconds to import
+    from train.evaluation.harness import Loaded  # imports an optional library, which takes seconds
 
     return Loaded(task, seed).run
 
 
 def run_all(prepared: Sequence[Prepared], scorer: Scorer) -> dict[str, Result]:
-    """The results of all tasks by their names. All ranks call it together. Raises ``scorer.Stopped``."""
+    """Run all tasks and return their results by name. All ranks call this together. Raises ``scorer.Stopped``."""
     found: dict[str, Result] = {}
     for each in prepared:
         found |= each.run(scorer)
@@ -94,8 +99,9 @@ def run_all(prepared: Sequence[Prepared], scorer: Scorer) -> dict[str, Result]:
 def measure(
     run: Run, prepared: Sequence[Prepared], stop: Callable[[], bool], say: Callable[[str], None]
 ) -> dict[str, Result] | None:
-    """The results of all tasks on the model of a run, which stays as it is. None on all ranks if ``stop`` returns True
-    on any of them. say: takes lines about the progress.
+    """Run all tasks on the model of a run and return their results by name. Nothing in ``run`` changes.
+
+    Returns None on all ranks if ``stop`` returns True on any rank. say: function that receives progress lines.
     """
     batch = run.config.task.per_rank_batch(run.world.size)[0]
     scorer = Scorer(run.backbone, run.tokenizer, run.world, batch, run.autocast, stop, say)
@@ -106,7 +112,7 @@ def measure(
 
 
 def table(result: Result) -> Iterator[str]:
-    """The accuracy by length (rows) and depth (columns) of a retrieval task; nothing for others."""
+    """Format the accuracy of a retrieval task by length (rows) and depth (columns). Other tasks have no table."""
     cells = result.get("by_length_and_depth", {})
     for number, (length, row) in enumerate(cells.items()):
         if not number:

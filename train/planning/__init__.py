@@ -1,21 +1,21 @@
-"""What a job costs on a layout of GPUs, computed without allocating anything.
+"""Computes the memory, traffic and time that a training run needs on some number of GPUs, without allocating anything.
 
-The model is built on the meta device; every number follows from the sizes of its tensors, from ``model/count.py`` and
-from the settings ``plan`` and ``parallel.hardware``. The layout is that of ``model/parallel`` in a ZeRO stage 0 engine.
-Every rank takes part in data parallelism. The routed experts are split over ``expert_parallel`` ranks; the rows of the
-Engram tables, and with ``shard_embeddings`` those of embedding and head, over ``table_shards``; the rows of the blocks'
-dense matrices over ``dense_shards``, except while their block runs; everything else is whole on every rank. A
-parameter's optimizer state is held by one owner among the ranks with the same parameter.
-``tests/bench/bench_plan.py`` compares this with what two processes hold and send.
+The model is built on the meta device. All numbers follow from the sizes of its tensors, from ``model/count.py`` and
+from the settings ``plan`` and ``parallel.hardware``. The layout is that of ``model/parallel`` in a ZeRO stage 0 engine:
+every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks; the rows of the
+Engram tables, and with ``shard_embeddings`` those of embedding and head, are split over ``table_shards`` ranks. The
+rows of the blocks' dense matrices are split over ``dense_shards`` ranks, which gather them while a block runs. Every
+rank holds all other parameters. The optimizer state of a parameter is held by one of the ranks that hold the parameter.
+``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two real processes.
 
-Not counted: images, and the temporary tensors of single operations (the reserve has room for them).
+Images and the temporary tensors of single operations are not counted; the reserve leaves memory for the latter.
 
-From the bottom to the top; each file imports only those before it:
+Each file imports only those above it:
 
-    items        the parameters of a job; weights, gradients and optimizer state of a rank
-    job          what is trained, whatever the layout
-    memory       activations, buffers and copies of a micro-batch
-    traffic      bytes that a rank sends; seconds of a step
-    resources    the plan of a layout
-    report       the plan as text, with a verdict and what to change
+    items        the parameters of a run, and the weights, gradients and optimizer state that a rank holds
+    job          the model and what is trained, independent of the layout
+    memory       memory for activations, buffers and copies of a micro-batch
+    traffic      bytes that a rank sends in a step, and seconds of a step
+    resources    combines these to the plan of one layout
+    report       formats the plan as text, with a verdict and a remedy if it does not fit
 """

@@ -1,4 +1,4 @@
-"""The parameters of a job, and what one rank of a layout holds of them: weights, gradients and optimizer state."""
+"""The parameters of a run, and the weights, gradients and optimizer state that one rank holds of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from train.lora.targets import LORA_TARGETS
 
 FP32 = 4
 ADAPTER = "adapter"
-# Groups of parameters that are held in the same way.
+# Kinds of parameters; all parameters of a kind are split over ranks in the same way.
 KINDS = ("dense", "experts", "Engram tables", "embedding and head", ADAPTER)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the whole model. `part`: see `model.count.PARTS`, or "adapter"; `method`: of its update, None if
-    it is not trained; `blocks`: the logical matrices (count, rows) that Muon updates one by one; `packing`: of a frozen
-    weight that is kept as it is stored; `divided`: one of the matrices whose rows `parallel.dense_shards` divides.
+    """A parameter of the whole model, before it is split over ranks.
+
+    - part: a name in `model.count.PARTS`, or "adapter";
+    - method: the optimizer method that updates it; None if it is not trained;
+    - blocks: the matrices (count, rows) in it that Muon updates separately;
+    - packing: how a frozen weight is packed in memory; None if it is not;
+    - divided: whether its rows are split over `parallel.dense_shards` ranks.
     """
 
     name: str
@@ -45,15 +49,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter as a rank of a layout holds it: `units` equal matrices of `numel` elements, held alike by `copies`
-    ranks.
+    """The part of a parameter that one rank holds: `units` equal matrices of `numel` elements each.
 
-    `spans` are the logical matrices (count, rows, columns) of one unit, for Muon. `stored`: bytes of a unit that is
-    kept packed; 0: fp32. `kept`: elements of the rows that a rank keeps of a divided matrix; 0: it is not divided.
+    - copies: number of ranks that hold the same matrices;
+    - spans: the matrices (count, rows, columns) of one unit that Muon updates separately;
+    - stored: bytes of a unit that is held packed; 0 if it is held in fp32;
+    - kept: number of elements in the rows that a rank holds of a divided matrix; 0 if the matrix is not divided.
     """
 
     kind: str
-    method: str | None  # None: not trained
+    method: str | None  # optimizer method; None if the parameter is not trained
     units: int
     numel: int
     copies: int
@@ -63,22 +68,25 @@ class Item:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all units."""
+        """Bytes of the weights of all units."""
         return self.units * (self.stored or FP32 * (self.kept or self.numel))
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all units, fp32."""
+        """Bytes of the fp32 gradients of all units."""
         return FP32 * self.units * (self.kept or self.numel) * (self.method is not None)
 
     @property
     def state_bytes(self) -> int:
-        """Optimizer state of one unit, fp32."""
+        """Bytes of the fp32 optimizer state of one unit."""
         return FP32 * self.numel * len(STATE_KEYS[self.method]) if self.method else 0
 
 
 def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Parameter]:
-    """Every parameter of a model, the trained ones in the optimizer's order, which breaks ties between owners."""
+    """Yield every parameter of a model, first the trained ones in the order of the optimizer.
+
+    The order matters, because the optimizer assigns parameters of equal size to owners in this order.
+    """
     parameters = dict(model.named_parameters())
     ways = {
         name: (group["method"], blocks)
@@ -94,15 +102,17 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Param
 
 
 def frozen_parameters(model: nn.Module, packed: bool) -> Iterator[Parameter]:
-    """Every parameter of a model that is not trained; with `packed` as the released layout stores it."""
+    """Yield every parameter of a frozen model. packed: whether its weights are held as the released layout has them."""
     for name, parameter in model.named_parameters():
         packing = parameter_packing(name) if packed else None
         yield Parameter(name, count.part_of(name), tuple(parameter.shape), packing=packing)
 
 
 def adapter_parameters(model: DeepseekV41, lora: LoraConfig) -> Iterator[Parameter]:
-    """The factors that `train.lora.inject.add_adapter` adds, in fp32: A [rank, in] and B [out, rank] of a matrix, of
-    each expert's three, and of an embedding [rows, dim] with A [rank, rows] and B [dim, rank].
+    """Yield the LoRA factors (fp32) that `train.lora.inject.add_adapter` would add to a model.
+
+    A matrix [out, in] gets A [rank, in] and B [out, rank], and so does each of the three matrices of an expert. An
+    embedding [rows, dim] gets A [rank, rows] and B [dim, rank].
     """
     patterns = [LORA_TARGETS[target] for target in lora.targets]
     for name, module in model.named_modules():
@@ -122,7 +132,7 @@ def adapter_parameters(model: DeepseekV41, lora: LoraConfig) -> Iterator[Paramet
 
 
 def stored_bytes(shape: Sequence[int], packing: Packing | None) -> int:
-    """Bytes of codes and scales of a matrix [rows, columns], or a stack of them; 0 without packing."""
+    """Return the bytes of the codes and scales of a packed matrix [rows, columns] or a stack of them; 0 if unpacked."""
     if packing is None:
         return 0
     *stack, rows, columns = shape
@@ -134,11 +144,11 @@ def stored_bytes(shape: Sequence[int], packing: Packing | None) -> int:
 
 
 def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Iterator[Item]:
-    """Every parameter as one rank holds it."""
+    """Yield the part of every parameter that one rank holds."""
     ranks = layout.world_size
     for p in parameters:
         *stack, rows, columns = (1, *p.shape) if len(p.shape) == 1 else p.shape
-        if len(p.shape) == 3:  # of routed experts
+        if len(p.shape) == 3:  # weights of routed experts
             units, copies = stack[0] // layout.expert_parallel, ranks // layout.expert_parallel
             kind = ADAPTER if p.part == ADAPTER else "experts"
             stored = stored_bytes((rows, columns), p.packing)
@@ -158,10 +168,10 @@ def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Itera
 
 
 def owned(items: Sequence[Item]) -> list[Item]:
-    """What the fullest rank updates and keeps the state of: each part of a parameter is owned by one of the ranks that
-    hold it, chosen by ``optim.ownership.assign_owners``.
+    """Return the items that the rank with the most optimizer state owns, which are those that it updates.
 
-    Ranks that hold the same part of a parameter with c copies are strided: rank r has copy r * c // (number of ranks).
+    Each part of a parameter is owned by one of the ranks that hold it, chosen by ``optim.ownership.assign_owners``. If
+    a part has c copies, rank r of R ranks holds copy number r * c // R.
     """
     trained = [item for item in items if item.method]
     ranks = max((item.copies for item in trained), default=1)
@@ -182,8 +192,11 @@ def owned(items: Sequence[Item]) -> list[Item]:
 
 
 def update_flops(item: Item, iterations: int) -> float:
-    """FLOPs of one update of one unit. Muon: three products per Newton-Schulz step and logical matrix. Sinkhorn, per
-    element: momentum 7, norms and squares 3, update 4, and 2 for each of its `iterations`. AdamW: 15 per element.
+    """Estimate the FLOPs of one optimizer update of one unit.
+
+    Muon takes three matrix products per Newton-Schulz iteration and matrix. Sinkhorn balancing takes per element 7
+    FLOPs for momentum, 3 for norms and squares, 4 for the update, and 2 for each of its `iterations`. AdamW takes 15
+    per element.
     """
     if item.method == "muon":
         sides = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in item.spans]

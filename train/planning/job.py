@@ -1,4 +1,4 @@
-"""What a plan is about, whatever the layout: a model on the meta device, its parameters, and its FLOPs a token."""
+"""The part of a plan that does not depend on the layout: the model, its parameters, and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from train.planning.items import (
     trained_parameters,
 )
 
-UNSPLIT = ("attention over keys", "index scores", "indexer loss")  # FLOPs that belong to no weight
+UNSPLIT = ("attention over keys", "index scores", "indexer loss")  # FLOPs of operations without weights
 
 
 @dataclass(frozen=True)
 class Job:
-    """``parameters``: all that a rank could hold, the trained ones first in the optimizer's order; ``costs``: FLOPs per
-    token, by part; ``teacher_bytes``: of a frozen model that every process holds whole.
+    """The model and what is trained, for any layout.
+
+    - parameters: all parameters, first the trained ones in the order of the optimizer;
+    - costs: FLOPs per token for each part of the model;
+    - teacher_bytes: bytes of the teacher, a frozen model that every process holds as a whole.
     """
 
     model: DeepseekV41
@@ -44,12 +47,12 @@ class Job:
 
     @property
     def frozen(self) -> bool:
-        """Whether the model's own weights are not trained."""
+        """True if the weights of the model itself are not trained."""
         return all(p.method is None for p in self.parameters if p.part in ("embedding", "attention"))
 
     @property
     def head_gradient(self) -> bool:
-        """Whether the loss makes a gradient of the whole head."""
+        """True if the loss computes a gradient for the whole output head."""
         return any(p.method for p in self.parameters if p.part == "head" or p.name.startswith("head."))
 
     @property
@@ -58,13 +61,13 @@ class Job:
 
 
 def settings(config: Config) -> PlanConfig:
-    """The ``plan`` section, which task=plan has."""
+    """Return the section ``plan`` of the configuration, which only task=plan has."""
     assert config.plan is not None
     return config.plan
 
 
 def job_of(config: Config) -> Job:
-    """The job of a configuration. Raises ``ConfigError`` for what cannot be."""
+    """Build the job that a configuration describes. Raises ``ConfigError`` if the model cannot be trained like this."""
     kind = settings(config).job
     with user_errors():
         model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
@@ -95,7 +98,11 @@ def _drafter(model: DeepseekV41) -> Drafter:
 
 
 def _adapter_costs(model: DeepseekV41, adapter: list[Parameter], costs: Mapping[str, Flops]) -> dict[str, Flops]:
-    """Frozen matrices have no product for the gradient of their weights; the factors have all three."""
+    """Compute the FLOPs of a LoRA run.
+
+    A frozen matrix needs the products of the forward pass and of the gradient of its input, but none for the gradient
+    of its weight. The LoRA factors need all three.
+    """
     text = model.config.text
     share = text.num_experts_per_tok / text.n_routed_experts
     forward = sum(2.0 * prod(p.shape) * (share if len(p.shape) == 3 else 1) for p in adapter)
@@ -109,7 +116,7 @@ def _adapter_costs(model: DeepseekV41, adapter: list[Parameter], costs: Mapping[
 def _drafter_costs(
     model: DeepseekV41, drafter: Drafter, dspark: DsparkConfig, costs: Mapping[str, Flops]
 ) -> dict[str, Flops]:
-    """A forward pass of the model, and of the drafter's matrices forward and backward for every draft."""
+    """Compute the FLOPs of drafter training: a forward pass of the model, and forward and backward of the drafter."""
     text = model.config.text
     share = text.dspark_num_experts_per_tok / text.dspark_n_routed_experts
     drafts = text.dspark_block_size / dspark.tokens_per_anchor
@@ -124,6 +131,6 @@ def _drafter_costs(
 
 
 def _teacher_bytes(model: DeepseekV41, packed: bool, width: int) -> int:
-    """A whole frozen model: as it is stored, or `width` bytes a value."""
+    """Return the bytes of a whole frozen model: packed as it is stored, or `width` bytes per value."""
     parts = frozen_parameters(model, packed)
     return sum(stored_bytes(p.shape, p.packing) or width * prod(p.shape) for p in parts)

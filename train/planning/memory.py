@@ -1,7 +1,7 @@
-"""What a micro-batch needs on a rank beside weights, gradients and optimizer state: one formula for each term.
+"""Memory that a micro-batch needs on a rank in addition to weights, gradients and optimizer state.
 
-The peak is either where the loss is computed, or in the backward of a block: `working_bytes` gives the larger one. Each
-function names the code whose tensors it counts.
+There is one formula for each term. The peak is reached either when the loss is computed or in the backward pass of a
+block; `working_bytes` returns the larger of the two. Each function names the code whose tensors it counts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from train.config.schema import Config
 from train.planning.items import FP32, Item, owned
 from train.planning.job import Job, settings
 
-UNPACKING = 10  # bytes a value while model.quantize.unpack makes one packed matrix plain: fp32 twice, and bf16
+UNPACKING = 10  # bytes per value while model.quantize.unpack unpacks a matrix: two fp32 copies and one in bf16
 
 
 def tokens_per_pass(config: Config) -> int:
-    """Tokens of a micro-batch on one rank."""
+    """Return the number of tokens in a micro-batch of one rank."""
     return config.task.seq_len * config.task.per_rank_batch(config.parallel.world_size)[0]
 
 
 def working_bytes(config: Config, job: Job) -> dict[str, float]:
-    """Peak bytes that a micro-batch needs, by term."""
+    """Compute the peak memory of a micro-batch in bytes, for each term."""
     if job.drafter is not None:
         return drafter_bytes(config, job)
     tokens = tokens_per_pass(config)
@@ -55,8 +55,11 @@ def host_bytes(config: Config, job: Job) -> float:
 
 
 def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
-    """When the forward has ended: what the blocks keep, the losses, one chunk of logits (``model/loss.py``: fp32 logits
-    and their gradient, and its bf16 copy) and the head's gradient; bf16 copies of weights live as long as autocast.
+    """Compute the memory in use while the loss is computed, after the forward pass of all blocks.
+
+    Counted are the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32 logits
+    and their gradient, and a bf16 copy of it), the gradient of the output head, and the bf16 copies of weights, which
+    autocast keeps until it ends.
     """
     bf16, text = _bf16(config), job.model.config.text
     kept = keeps_combined(config), offloads(config)
@@ -75,8 +78,10 @@ def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
 
 
 def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
-    """In the backward of each block, from the last to the first: what it and the blocks before it keep, what it saves
-    when it is computed again, gradients of activations, the buffers of the expert exchange, and copies of its weights.
+    """Compute the memory in use during the backward pass of each block, from the last block to the first.
+
+    Counted are the activations that this block and the blocks before it save, those that this block saves when it is
+    recomputed, gradients of activations, the buffers of the expert exchange, and copies of the block's weights.
     """
     widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
@@ -87,7 +92,7 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
     for layer in range(text.num_hidden_layers):
         inputs += count.block_inputs(text, layer, widths, keeps_combined(config), offloads(config))
         if not recompute and layer < text.num_hidden_layers - 1:
-            continue  # without recomputation the first block of the backward holds most
+            continue  # without recomputation, memory peaks at the last block
         again = sum(count.block_saves(text, layer, widths).values())
         parts = {"block inputs": inputs, count.RECOMPUTED: again} if recompute else kept
         if offloads(config):  # this block's, and those of the block before it, on their way back
@@ -106,8 +111,10 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
 
 
 def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
-    """Gradients of activations per token while a block's backward runs: of the streams before and after a sublayer, and
-    either of queries and attention output or of the experts' inputs and hidden values.
+    """Compute the bytes per token of the gradients of activations during the backward pass of a block.
+
+    Counted are the gradients of the residual streams before and after a sublayer, and either those of queries and
+    attention output or those of the inputs and hidden values of the experts.
     """
     width, k = widths.products, text.num_experts_per_tok
     streams = 2 * widths.streams * text.hc_mult * text.hidden_size
@@ -117,7 +124,7 @@ def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
 
 
 def exchange_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
-    """Send and receive buffers of one exchange of experts (``model/moe.py``), and the fp32 rows that are combined."""
+    """Compute the send and receive buffers of one expert exchange (``model/moe.py``), and of the fp32 combined rows."""
     layout = config.parallel
     if layout.expert_parallel == 1:
         return {}
@@ -127,7 +134,7 @@ def exchange_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, f
 
 
 def _uneven(config: Config, job: Job, tokens: int, layers: int) -> dict[str, float]:
-    """What a rank's experts save beyond the mean of all ranks if routing is uneven."""
+    """Compute the activations that a rank's experts save beyond the mean over ranks when routing is uneven."""
     if config.parallel.expert_parallel == 1:
         return {}
     more = settings(config).load_factor - 1
@@ -140,8 +147,10 @@ def _activations(parts: dict[str, float], tokens: int) -> dict[str, float]:
 
 
 def head_bytes(config: Config, job: Job) -> dict[str, float]:
-    """The head's gradient that the loss holds from forward to backward, and the head gathered from its shards. In the
-    backward of the gather the gradient is there three times (``model/parallel/tables.py``: itself, padded, received).
+    """Compute the memory for the gradient of the output head in the loss, and for the head gathered from its shards.
+
+    In the backward pass of the gather there are three copies of the gradient (``model/parallel/tables.py``: the
+    gradient itself, a padded copy, and the received parts).
     """
     size = float(count.head_gradient_bytes(job.model.config))
     found = {"the head's gradient in the loss": size} if job.head_gradient else {}
@@ -151,7 +160,7 @@ def head_bytes(config: Config, job: Job) -> dict[str, float]:
 
 
 def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str, float]:
-    """Upper bound of the bytes that a micro-batch of `tokens` fetches from split tables and keeps for its backward."""
+    """Return an upper bound of the bytes of table rows that a micro-batch fetches and keeps for the backward pass."""
     layout, text = config.parallel, model.config.text
     if layout.table_shards == 1:
         return {}
@@ -162,15 +171,16 @@ def looked_up_bytes(config: Config, model: DeepseekV41, tokens: int) -> dict[str
 
 
 def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
-    """Upper bound of the distinct rows of every Engram table that `tokens` tokens look up."""
+    """Return, for every Engram table, an upper bound of the number of distinct rows that `tokens` tokens look up."""
     text = model.config.text
     tables = (model.layers[layer].engram.embed for layer in text.engram_layer_ids)
     return [min(tokens * text.engram_hash_heads, table.num_embeddings) for table in tables]
 
 
 def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
-    """Bytes of the bf16 copies that autocast makes of each block's dense and expert weights; packed ones have none, and
-    divided ones are gathered in bf16.
+    """Return the bytes of the bf16 copies that autocast makes of each block's dense and expert weights.
+
+    Packed weights have no such copies. Divided matrices (``parallel.dense_shards``) are gathered in bf16 already.
     """
     model, packed = job.model, job.packed_names
     dense, experts = ([0] * model.config.text.num_hidden_layers for _ in range(2))
@@ -201,14 +211,19 @@ def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
 
 
 def largest_packed(job: Job) -> int:
-    """Values of the largest packed matrix that is made plain at once; of tables only rows are."""
+    """Return the number of values in the largest packed matrix that is unpacked as a whole.
+
+    Tables do not count, since only some of their rows are unpacked at a time.
+    """
     shapes = (p.shape for p in job.parameters if p.packing and p.part != "Engram tables")
     return max((prod(shape[-2:]) for shape in shapes), default=0)
 
 
 def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
-    """task=dspark: the model's hidden states and the streams that the drafter reads, then either a block of the model
-    while it runs without gradients, or all that the drafter's stages save for its drafts.
+    """Compute the memory of task=dspark.
+
+    Counted are the hidden states and residual streams of the model that the drafter reads, plus the larger of two: one
+    block of the model during its forward pass without gradients, or the activations that the drafter saves.
     """
     widths, tokens, text = _widths(config), tokens_per_pass(config), job.model.config.text
     assert job.dspark is not None
@@ -226,12 +241,12 @@ def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     stage = sum(count.block_saves(inner, 0, widths).values())
     drafting = _activations({"drafts": stage * text.num_nextn_predict_layers + gradient_bytes(inner, widths)}, drafts)
     logits = min(drafts * text.vocab_size, CHUNK_LOGITS["cuda"])
-    drafting["logits of a chunk"] = float(4 * FP32 * logits)  # of both models, and their difference and gradient
+    drafting["logits of a chunk"] = float(4 * FP32 * logits)  # logits of both models, their difference and the gradient
     return held | max(running, drafting, key=lambda moment: sum(moment.values()))
 
 
 def _stage_config(config: ModelConfig) -> TextConfig:
-    """A text configuration whose block 0 is a stage of the drafter: window attention, its own number of experts."""
+    """Return a text configuration in which block 0 is a drafter layer: window attention and the drafter's experts."""
     text = config.text
     return replace(
         text,
@@ -245,8 +260,10 @@ def _stage_config(config: ModelConfig) -> TextConfig:
 
 
 def optimizer_working_bytes(items: Sequence[Item]) -> float:
-    """Temporary copies during the update: of Muon's batch of matrices, or of the largest table's live rows (up to all
-    of them); and of divided matrices the owned ones and their gradients, whole.
+    """Compute the memory for temporary copies during the optimizer update.
+
+    It is that of a batch of matrices in Muon, or of the rows in use of the largest table (at most all of its rows). To
+    it come the whole divided matrices that this rank owns, and their gradients.
     """
     mine = owned(items)
     muon = [item for item in mine if item.method == "muon"]

@@ -1,4 +1,4 @@
-"""The plan as text for people: sizes of the model, memory by term, bytes sent, time, and a verdict."""
+"""Formats a plan as text: sizes of the model, memory for each term, bytes sent, time, and a verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.planning.resources import GIB, RESERVE, ResourcePlan
 
 
 def report(p: ResourcePlan) -> str:
-    """The plan as readable tables."""
+    """Format the plan as tables, followed by the verdict."""
     kv = count.kv_bytes(p.model.config.text)
     forward = sum(cost.forward for cost in p.job.costs.values())
     return "\n".join([
@@ -48,7 +48,7 @@ def report(p: ResourcePlan) -> str:
 
 
 def _layout_lines(p: ResourcePlan) -> list[str]:
-    """What is planned, in words."""
+    """Describe in words the layout, the job and the assumptions of the plan."""
     config, layout, task = p.config, p.config.parallel, p.config.task
     rows, passes = task.per_rank_batch(layout.world_size)
     plan, recompute = settings(config), "on" if config.runtime.recompute else "off"
@@ -70,7 +70,7 @@ def _layout_lines(p: ResourcePlan) -> list[str]:
 
 
 def _time_lines(p: ResourcePlan) -> list[str]:
-    """Seconds of a step, for the stated rates, and what follows from them."""
+    """Format the estimated seconds of a step for the rates in ``parallel.hardware``, and the resulting speed."""
     hardware, time = p.config.parallel.hardware, p.time
     rows = [
         ("arithmetic", f"{time.arithmetic:.2f}", f"at {hardware.tflops:g} TFLOP/s"),
@@ -85,7 +85,7 @@ def _time_lines(p: ResourcePlan) -> list[str]:
 
 
 def verdict(p: ResourcePlan) -> str:
-    """Whether the layout fits, what needs the most memory, and what to change if it does not fit."""
+    """Say whether the layout fits into GPU memory, what needs the most memory, and how to change it if it does not."""
     groups: dict[str, float] = {}
     for term, size in p.terms.items():
         groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
@@ -93,19 +93,19 @@ def verdict(p: ResourcePlan) -> str:
     need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
     takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
     if room is None:
-        return f"NEEDS {need:.2f} GiB on a GPU; give parallel.gpu_memory_gib to have it compared. {takes}"
+        return f"NEEDS {need:.2f} GiB on a GPU; set parallel.gpu_memory_gib to compare it with a GPU's memory. {takes}"
     if p.fits:
         return f"FITS: needs {need:.2f} of {room:g} GiB on a GPU, {room - need:.2f} GiB are left. {takes}"
     return f"DOES NOT FIT: needs {need:.2f} of {room:g} GiB on a GPU. {takes}\n{remedy(p)}"
 
 
 def remedy(p: ResourcePlan) -> str:
-    """What to change in a layout that does not fit."""
+    """Say how to change a layout that does not fit into GPU memory."""
     fits = {choice: longest_rows(p, choice) for choice in (False, True)}
     if not fits[True]:
         return (
-            f"No length of rows fits: weights, gradients and optimizer state take {p.held / GIB:.2f} GiB. Split more: "
-            "more parallel.expert_parallel and table_shards, shard_embeddings=true"
+            f"No row length fits: weights, gradients and optimizer state take {p.held / GIB:.2f} GiB. Split the model "
+            "further: raise parallel.expert_parallel and parallel.table_shards, or set parallel.shard_embeddings=true"
         )
     found = [
         f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
@@ -113,12 +113,12 @@ def remedy(p: ResourcePlan) -> str:
         if length
     ]
     rows = tokens_per_pass(p.config) // p.config.task.seq_len
-    fewer = f" Fewer than {rows} rows in a pass (task.micro_batch) let them be longer." if rows > 1 else ""
-    return f"What fits, all else as it is: {', '.join(found)}. A row is not split over GPUs.{fewer}"
+    fewer = f" With fewer than {rows} rows in a micro-batch (task.micro_batch) they can be longer." if rows > 1 else ""
+    return f"Row lengths that fit with all other settings: {', '.join(found)}. A row is not split over GPUs.{fewer}"
 
 
 def longest_rows(p: ResourcePlan, recompute: bool) -> int:
-    """The longest rows that fit, by halving those of the plan; 0 if none do."""
+    """Return the longest row length that fits, found by halving the plan's row length; 0 if no length fits."""
     config = replace(p.config, runtime=p.config.runtime.recomputing(recompute))
     length = config.task.seq_len
     while length >= 2:
@@ -139,7 +139,7 @@ def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:
 
 
 def _drafter_table(p: ResourcePlan) -> list[str]:
-    """The drafter's parameters, if the configuration has one."""
+    """Format a table of the drafter's parameters, if the model has a drafter."""
     if drafter_problems(p.model.config.text):
         return []
     counts = count.parameters(p.job.drafter or build_drafter(p.model))
@@ -187,7 +187,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned lines under a header, after a blank line."""
+    """Format a table as aligned lines below a header, preceded by a blank line."""
     lines = [(f"  {name}", *cells) for name, *cells in rows]
     return ["", *(_line(*line) for line in (header, *lines))]
 

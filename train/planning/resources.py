@@ -1,4 +1,4 @@
-"""The plan of one layout: memory by term, bytes sent, FLOPs and seconds."""
+"""Computes the plan of one layout: memory for each term, bytes sent, FLOPs and seconds of a step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RESERVE = "reserve"
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """The numbers of a layout. Bytes and FLOPs are those of the fullest rank; a `step` is an optimizer step."""
+    """The numbers of a plan. Bytes and FLOPs are those of the rank that needs the most memory, per optimizer step."""
 
     config: Config
     job: Job
     weights: dict[str, int]
     gradients: dict[str, int]
-    state: dict[str, int]  # by method
+    state: dict[str, int]  # bytes of optimizer state, by optimizer method
     working: dict[str, float]  # needed in the backward pass, but not during the update
     optimizer_working: float  # needed during the update only
-    sent: dict[str, Sent]  # by a rank in a step
-    useful_flops: float  # of a rank in a step, without what is computed again
+    sent: dict[str, Sent]  # bytes that a rank sends in a step
+    useful_flops: float  # FLOPs of a rank in a step, without recomputation
     again_flops: float
-    optimizer_flops: dict[str, float]  # by method
+    optimizer_flops: dict[str, float]  # FLOPs of the update, by optimizer method
 
     @property
     def model(self) -> DeepseekV41:
@@ -40,22 +40,22 @@ class ResourcePlan:
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Bytes that a rank sends in a step."""
+        """Bytes that a rank sends in a step, by kind of data."""
         return {kind: part.size for kind, part in self.sent.items()}
 
     @property
     def held(self) -> int:
-        """Bytes of weights, gradients and optimizer state on the fullest rank, needed at all times."""
+        """Bytes of weights, gradients and optimizer state, which are in memory at all times, on the fullest rank."""
         return sum(map(sum, (part.values() for part in (self.weights, self.gradients, self.state))))
 
     @property
     def reserve(self) -> float:
-        """Bytes that stay free for the allocator's gaps and for NCCL."""
+        """Bytes that are left free for fragmentation of the allocator and for NCCL."""
         return settings(self.config).reserve_gib * GIB
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Memory of the fullest rank by term, at the moment of the peak."""
+        """Memory of the fullest rank at its peak in bytes, for each term."""
         fixed: dict[str, float] = {f"weights: {k}": v for k, v in self.weights.items()}
         fixed |= {f"gradients: {k}": v for k, v in self.gradients.items()}
         fixed |= {f"optimizer state: {k}": v for k, v in self.state.items()}
@@ -76,12 +76,12 @@ class ResourcePlan:
 
     @property
     def step_flops(self) -> float:
-        """Of the model on a rank in a step."""
+        """FLOPs that a rank computes for the model in a step."""
         return self.useful_flops + self.again_flops
 
     @property
     def step_tokens(self) -> int:
-        """Of all ranks."""
+        """Number of tokens that all ranks train on in a step."""
         return self.config.task.seq_len * cast(int, self.config.task.global_batch_rows)
 
     @cached_property
@@ -90,11 +90,14 @@ class ResourcePlan:
         return step_time(flops, self.sent, self.config.parallel.hardware)
 
     def tokens_per_second(self, seconds: float) -> float:
-        """Of all GPUs together, if a step takes this long."""
+        """Return the tokens per second of all GPUs together if a step takes ``seconds``."""
         return self.step_tokens / seconds
 
     def mfu(self, seconds: float) -> float:
-        """Useful FLOPs over what the GPU's products could do in that time (``parallel.hardware.peak_tflops``)."""
+        """Return the model FLOPs utilisation if a step takes ``seconds``.
+
+        It is the useful FLOPs divided by those that a GPU can compute in that time (``parallel.hardware.peak_tflops``).
+        """
         return self.useful_flops / (seconds * self.config.parallel.hardware.peak_tflops * 1e12)
 
     @property
@@ -104,8 +107,9 @@ class ResourcePlan:
 
 
 def plan(config: Config, job: Job | None = None) -> ResourcePlan:
-    """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``. ``job``: what is the same for
-    every layout, if it is known.
+    """Compute the plan for a configuration.
+
+    job: the part of the plan that is the same for every layout; None computes it from the configuration.
     """
     job = job or job_of(config)
     items = list(rank_items(config.parallel, job.parameters))
@@ -117,7 +121,7 @@ def plan(config: Config, job: Job | None = None) -> ResourcePlan:
         weights["teacher"] = job.teacher_bytes
     state, optimizer_flops = dict.fromkeys(STATE_KEYS, 0), dict.fromkeys(STATE_KEYS, 0.0)
     for item in owned(items):
-        assert item.method is not None, "what is owned is trained"
+        assert item.method is not None, "a parameter with an owner must be trained"
         state[item.method] += item.units * item.state_bytes
         optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
     local = tokens_per_pass(config) * config.task.per_rank_batch(config.parallel.world_size)[1]

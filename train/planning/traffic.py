@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step, and the seconds of a step for stated rates."""
+"""Computes the bytes that a rank sends in an optimizer step, and the seconds of a step for given hardware rates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GATHERED, OWNED = "dense matrices gathered", "dense matrices to their owners and
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends, and the share of them that stays inside its node."""
+    """Bytes that a rank sends, and the share of them that goes to ranks on the same node."""
 
     size: float
     inside: float
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step: products, bytes between nodes, and bytes inside a node."""
+    """Seconds of a step for matrix products, for traffic between nodes, and for traffic inside a node."""
 
     arithmetic: float
     network: float
@@ -30,20 +30,23 @@ class StepTime(NamedTuple):
 
     @property
     def sum(self) -> float:
-        """If nothing happens at the same time."""
+        """Seconds of a step if computation and both kinds of traffic do not overlap."""
         return self.arithmetic + self.network + self.node
 
 
 def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, Sent]:
-    """Bytes that one rank sends in an optimizer step, by kind.
+    """Compute the bytes that one rank sends in an optimizer step, by kind.
 
-    Experts: a token's row goes to each of its k experts with its weight and its expert's id, and a row comes back, in
-    forward and backward, in the compute precision; recomputation sends the rows again, and with
-    `runtime.keep_combined=false` the results too. With even routing 1/EP stays local. Tables: ids, fp32 rows and their
-    gradients, as if every lookup of a micro-batch were a different row. A split head is gathered, and
-    its gradient returned, in every micro-batch. Gradients: a ring all-reduce in fp32 over the ranks that hold the same
-    parameters. Updated weights go once around the same ring. Divided dense matrices: see `rows_sent`. Not included: the
-    token counts.
+    - Experts: each token's row goes to its k experts, with a routing weight and an expert id, and a row comes back; in
+      forward and backward, in the compute precision. Recomputation sends the rows again, and with
+      `runtime.keep_combined=false` the results too. With even routing a share of 1/EP stays local.
+    - Tables: ids, fp32 rows and their gradients, as if every lookup of a micro-batch were a different row.
+    - Output head, if it is split: it is gathered, and its gradient is sent back, in every micro-batch.
+    - Gradients: a ring all-reduce in fp32 over the ranks that hold the same parameters.
+    - Updated weights: they go once around the same ring.
+    - Dense matrices, if their rows are split (`parallel.dense_shards`): see `rows_sent`.
+
+    The token counts that the ranks exchange are not included.
     """
     layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
@@ -94,7 +97,10 @@ def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -
 
 
 def rings(config: Config, items: Sequence[Item]) -> dict[str, Sent]:
-    """The all-reduce of gradients and the broadcast of updated weights, as rings over the ranks with equal copies."""
+    """Compute the traffic of the gradient all-reduce and of the broadcast of updated weights.
+
+    Both are modelled as rings over the ranks that hold the same parameters.
+    """
     ranks, sums, inner = config.parallel.world_size, 0.0, 0.0
     for item in items:
         if item.kept:
@@ -111,21 +117,22 @@ def _trains(items: Sequence[Item], kind: str) -> bool:
 
 
 def pairs_inside(ranks: int, config: Config) -> float:
-    """Of what a rank sends to all others of a group of consecutive ranks: the share for ranks of its own node."""
+    """Return the share of traffic inside a node if a rank sends equally to all of ``ranks`` consecutive ranks."""
     near = min(ranks, config.parallel.hardware.gpus_per_node)
     return 1.0 if near == ranks else (near - 1) / (ranks - 1)
 
 
 def ring_inside(ranks: int, stride: int, config: Config) -> float:
-    """Of what a rank of a ring sends, the share that stays in its node: each node's members enter and leave it once in
-    turn.
+    """Return the share of traffic inside a node for a ring of ``ranks`` ranks that are ``stride`` apart.
+
+    The members of the ring on one node follow each other, so the ring enters and leaves each node once.
     """
     near = min(ranks, max(1, config.parallel.hardware.gpus_per_node // stride))
     return 1.0 if near == ranks else 1 - 1 / near
 
 
 def step_time(flops: float, sent: dict[str, Sent], hardware: HardwareConfig) -> StepTime:
-    """Seconds of a step for the rates of ``parallel.hardware``."""
+    """Estimate the seconds of a step with the rates of ``parallel.hardware``."""
     between = sum(part.size * (1 - part.inside) for part in sent.values())
     inside = sum(part.size * part.inside for part in sent.values())
     return StepTime(

@@ -1,4 +1,4 @@
-"""``task=eval``: a model on tasks; a table on the screen and a JSON file."""
+"""``task=eval``: measures a model on benchmark tasks, prints the results and writes them to a JSON file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from train.tasks.asked import open_checkpoint
 
 
 def run(config: Evaluation) -> None:
-    """Evaluate, print the results and write them to ``config.dst``.
+    """Evaluate the model on all tasks, print the results and write them to ``config.dst``.
 
     Raises:
-        InputError, DataError, OSError: the model, a task or the file cannot be used.
+        InputError, DataError, OSError: the model, a task or the output file cannot be used.
     """
     started = time.perf_counter()
     with user_errors():

@@ -188,7 +188,7 @@ def test_the_command_prints_and_writes_the_results(compose_raw, folder: Path, ch
         ("[{task: needle, length: [64]}]", ConfigError, "Did you mean tasks.0.lengths"),
         ("[]", ConfigError, "tasks"),
         ("[{task: needle, lengths: [100000000]}]", InputError, "exceed the model's"),
-        ("[{task: multikey, lengths: [64], keys: 9}]", InputError, "has no room for any text; use"),
+        ("[{task: multikey, lengths: [64], keys: 9}]", InputError, "are too short for this task; use"),
         ("[gone.jsonl]", ValueError, "gone.jsonl: missing file"),
     ],
 )

@@ -56,9 +56,9 @@ def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to() -> None:
 @pytest.mark.parametrize("shapes", [((4,), (4, 4)), ((4,), (4, 1)), ((4, 1), (4, 1)), ((4,), (3,))])
 def test_what_would_broadcast_is_refused(shapes) -> None:
     a, b = (torch.ones(shape) for shape in shapes)
-    with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
+    with pytest.raises(ValueError, match=r"one value per response, shape \[N\]"):
         length_reward(TERM, a, b, [1, 100])
-    with pytest.raises(ValueError, match=r"all of one shape \[N\]"):
+    with pytest.raises(ValueError, match=r"one value per response, shape \[N\]"):
         group_relative_advantages(a, b.long())
 
 
@@ -74,5 +74,5 @@ def test_what_is_no_effort_is_refused(wrong) -> None:
 
 @pytest.mark.parametrize("wrong", [[], [50, 50], ["low", 50]])
 def test_efforts_must_be_there_and_differ(wrong) -> None:
-    with pytest.raises(ValueError, match="must be at least one, and all different"):
+    with pytest.raises(ValueError, match="must contain at least one effort, and no effort twice"):
         training_efforts(wrong)

@@ -120,7 +120,7 @@ def test_finished_runs_are_not_repeated(done, tiny: list[str], monkeypatch) -> N
 
 def test_runs_of_other_settings_are_refused(done, tiny: list[str]) -> None:
     output, _ = done
-    with pytest.raises(StudyError, match=r"peak-1e-06-seed0.*task.tokens: 900 there, 800 now.*Remove it"):
+    with pytest.raises(StudyError, match=r"peak-1e-06-seed0.*task.tokens: trained with 900, now 800.*Delete it"):
         Runner(small({"slow": SLOW}, claims=[]), output, [*tiny, "task.tokens=800"], 2).run()
 
 
@@ -217,7 +217,7 @@ def test_a_measure_reads_means_and_differences() -> None:
     record = {"loss": 2.0, "load": {"text": [1.0, None, 3.0]}, "other": {"loss": 2.5}}
     assert value_of(record, "load.text") == 2.0
     assert value_of(record, "other.loss - loss") == 0.5
-    with pytest.raises(StudyError, match="no 'image', only text"):
+    with pytest.raises(StudyError, match="no key 'image', only text"):
         value_of(record, "load.image")
 
 

@@ -64,7 +64,7 @@ def test_every_prompt_is_answered_and_a_stopped_run_goes_on(generated, tmp_path:
     lines = (tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "answers.jsonl").write_text("".join(lines[:2]) + lines[2][:9])  # killed while it wrote the third
     assert generated(RECORDS, "batch=1") == whole, "whatever is asked at the same time"
-    assert "holds 2 of 5 answers" in capsys.readouterr().out
+    assert "already has 2 of 5 answers" in capsys.readouterr().out
     assert generated(RECORDS) == whole
     with pytest.raises(InputError, match=r"answers generated with other settings \(temperature\)"):
         generated(RECORDS, "temperature=0.1")
@@ -103,7 +103,7 @@ def test_a_chat_on_the_terminal(compose_raw, folder: Path, monkeypatch, capsys) 
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*said, "not read"])))
     chat.run(parse(compose_raw("task=chat", f"init_from={folder}", "max_tokens=5", "temperature=1.0")))
     out = capsys.readouterr().out
-    assert "/quit ends" in out and "/new: begin another conversation" in out
+    assert "/quit ends" in out and "/new: begin a new conversation" in out
     assert "effort=101: must be one of" in out and "\x1b" not in out
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     chat.run(parse(compose_raw("task=chat", f"init_from={folder}", "max_tokens=5", "temperature=1.0")))

@@ -172,7 +172,7 @@ def test_resumed_runs_are_the_same(make) -> None:
     ("change", "message"),
     [
         ("data=chat", "task=dpo trains on pairs of answers"),
-        ("dpo=null", "dpo = null: is what task=dpo needs"),
+        ("dpo=null", "dpo = null: task=dpo needs this section"),
         ("dpo.beta=0.0", "dpo.beta"),
         ("dpo.label_smoothing=0.5", "dpo.label_smoothing"),
         ("init_from=null", "task=dpo starts from a checkpoint"),

@@ -93,7 +93,7 @@ def test_the_backbone_stays_and_the_drafter_learns(make, origin: Path, capsys) -
 def evaluate_folder(make, folder: Path) -> dict:
     """The drafter of a folder, before anything is trained."""
     run = build(make("name=again", drafter=None, init_from=folder))
-    assert any("trained on from" in note for note in run.notes)
+    assert any("its training continues from" in note for note in run.notes)
     return evaluate(run)
 
 

@@ -213,7 +213,7 @@ def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
     assert tight == f"DOES NOT FIT: needs {need:.2f} of {need * 0.99:g} GiB on a GPU. {largest}"
     found, (_, short) = last_lines("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2")
     state = f"Largest: optimizer state, {sum(found.state.values()) / GIB:.2f} GiB."
-    compared = "give parallel.gpu_memory_gib to have it compared"
+    compared = "set parallel.gpu_memory_gib to compare it with a GPU's memory"
     assert short == f"NEEDS {found.total / GIB:.2f} GiB on a GPU; {compared}. {state}"
 
 
@@ -228,9 +228,9 @@ def test_the_rows_named_are_the_longest_that_fit(make_config) -> None:
     assert named["false"] == 64 < named["true"]
     for choice, length in named.items():
         assert fits(length, choice == "true") and not fits(2 * length, choice == "true")
-    assert "Fewer than 2 rows in a pass" in said
+    assert "With fewer than 2 rows in a micro-batch" in said
     held = report(plan(make_config("parallel.gpu_memory_gib=0.001"))).splitlines()[-1]
-    assert held.startswith("No length of rows fits: weights, gradients and optimizer state take 0.00 GiB. Split more")
+    assert held.startswith("No row length fits: weights, gradients and optimizer state take 0.00 GiB. Split the model")
 
 
 def test_the_released_model_on_a_cluster(compose_raw) -> None:
