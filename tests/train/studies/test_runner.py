@@ -84,7 +84,7 @@ def test_a_tuned_arm_takes_the_best_value_of_the_first_seed(done) -> None:
     assert losses["0.01"] < losses["1e-05"]
     assert result["arms"]["fast"]["tuned"] == {"optim.schedule.peak": 0.01}
     assert result["arms"]["fast"]["seeds"]["0"]["loss"] == losses["0.01"]
-    assert any("edge" in note for note in result["notes"])
+    assert any("at the end of the tried values" in note for note in result["notes"])
 
 
 def test_the_table_says_what_the_runs_say(done) -> None:
