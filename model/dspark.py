@@ -61,7 +61,7 @@ BINS = 10  # number of bins of the predicted acceptance, to measure its calibrat
 class DraftLayout(NamedTuple):
     """The context keys and positions of N blocks of drafts. places int64 [N, W]: the row numbers of their context keys
     among the keys that a stage is given; hidden bool [N, W]: true where there is no key (before the document or outside
-    the window); phasors complex64 [N*B, rope/2]: the RoPE factors of the drafts.
+    the window); phasors fp32 [N*B, rope/2, 2]: the RoPE factors of the drafts.
 
     image: is None because routers read it and drafts are always routed as text, with the router's `bias`, even after an
     image.
@@ -543,7 +543,7 @@ class Drafter(nn.Module):
         return DraftLayout(index.clamp(min=0), hidden, self.phasors(position))
 
     def phasors(self, anchors: Tensor) -> Tensor:
-        """The RoPE factors complex64 [N*B, rope/2] of all drafts in blocks that begin at the positions `anchors` int64
+        """The RoPE factors fp32 [N*B, rope/2, 2] of all drafts in blocks that begin at the positions `anchors` int64
         [N].
         """
         positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)

@@ -228,7 +228,7 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tenso
         dots = scratch.bmm("dots", q.flatten(0, 1)[None], keys.t()[None]).view(q.shape[0], q.shape[1], -1)
     else:
         dots = scratch.bmm("dots", q, keys.transpose(1, 2))
-    return scratch.bmm("scores", weights[:, None, :], dots.float().relu_()).squeeze(1)
+    return scratch.bmm("scores", weights[:, None, :], dots.relu_()).squeeze(1)
 
 
 def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: int) -> None:
@@ -323,7 +323,7 @@ class _IndexerLoss(torch.autograd.Function):
             index = index.clamp(min=0).long()
             chosen = scratch.rows("chosen", keys, index)
             q_rows, w_rows = q.index_select(0, rows), weights.index_select(0, rows)
-            active = scratch.bmm("active", q_rows, chosen.transpose(1, 2)).float().relu_()  # [R, Hi, K]
+            active = scratch.bmm("active", q_rows, chosen.transpose(1, 2)).relu_()  # [R, Hi, K]
             scores = torch.bmm(w_rows[:, None, :], active).squeeze(1).masked_fill_(missing, float("-inf"))
             target = mass.index_select(0, rows).masked_fill(missing, 0.0)
             target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -336,7 +336,7 @@ class _IndexerLoss(torch.autograd.Function):
             d_dots = (w_rows[:, :, None] * d_scores[:, None, :]).mul_(active > 0).to(q.dtype)
             d_q[rows] = torch.bmm(d_dots, chosen)
             d_chosen = scratch.bmm("d_chosen", d_dots.transpose(1, 2), q_rows)
-            d_keys.index_add_(0, index.flatten(), d_chosen.flatten(0, 1).float())
+            d_keys.index_add_(0, index.flatten(), d_chosen.flatten(0, 1))
         if need:
             ctx.save_for_backward(d_q, d_weights, d_keys.to(keys.dtype))
         return total

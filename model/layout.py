@@ -41,7 +41,7 @@ class Entries:
     members: (
         Tensor  # int64 [N, r]: indices of the tokens in each slot's group (arbitrary valid indices in unused slots)
     )
-    phasors: Tensor  # complex64 [N, rope/2]: rotation at position j*r
+    phasors: Tensor  # fp32 [N, rope/2, 2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from if the query sees no entry
     host_from: (
@@ -93,8 +93,8 @@ class SequenceLayout:
     decoder_window_start: Tensor  # as window_start, but for decoder layers
     position: Tensor  # int64 [T]: position in the document
     image: Tensor | None  # bool [T]: whether the token belongs to an image span; None if the batch has no image
-    phasors: Tensor  # complex64 [T, rope/2] of window-only layers
-    phasors_yarn: Tensor  # complex64 [T, rope/2] of compressed layers
+    phasors: Tensor  # fp32 [T, rope/2, 2] of window-only layers
+    phasors_yarn: Tensor  # fp32 [T, rope/2, 2] of compressed layers
     entries: dict[int, Entries]  # by compression ratio
     chunk: Chunk | None = None  # None: this rank computes all tokens
 

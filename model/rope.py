@@ -1,7 +1,8 @@
 """Rotary position embedding (RoPE) of the last `qk_rope_head_dim` channels: adjacent channels are pairs, rotated by an
-fp32 complex multiplication.
+fp32 complex multiplication, written in real numbers.
 
-In shapes, T is the number of tokens, rope = `qk_rope_head_dim`, and D the channels of a head; phasors are [T, rope/2].
+In shapes, T is the number of tokens, rope = `qk_rope_head_dim`, and D the channels of a head; phasors, pairs of cosine
+and sine, are fp32 [T, rope/2, 2].
 """
 
 from __future__ import annotations
@@ -41,40 +42,46 @@ def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
 
 
 def rotations(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """The rotations of int64 positions [T] as complex numbers of absolute value 1, complex64 [T, rope/2]."""
+    """The rotations of int64 positions [T] as pairs of cosine and sine, fp32 [T, rope/2, 2]."""
     angles = positions.float()[:, None] * inv_freq.to(positions.device)[None, :]
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
 
 
 def rotate(x: Tensor, phasors: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last 2*phasors.shape[-1] channels of x [T, ..., D] by phasors [T, rope/2]; `inverse` rotates in the
+    """Rotate the last 2*phasors.shape[1] channels of x [T, ..., D] by phasors [T, rope/2, 2]; `inverse` rotates in the
     opposite direction.
     """
     if in_triton(x):
         from model.kernels import rope as kernels
 
         return kernels.rotate(x, phasors, inverse)
-    return _Rotate.apply(x, phasors.conj() if inverse else phasors)
+    return _Rotate.apply(x, phasors, inverse)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates with one copy and one complex multiplication; the gradient is rotated by the conjugate."""
+    """Rotates with one copy; the gradient is rotated in the opposite direction."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, phasors: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, phasors: Tensor, inverse: bool) -> Tensor:
         ctx.save_for_backward(phasors)
-        return _turn(x, phasors)
+        ctx.inverse = inverse
+        return _turn(x, phasors, inverse)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (phasors,) = ctx.saved_tensors
-        return _turn(grad, phasors.conj()), None
+        return _turn(grad, phasors, not ctx.inverse), None, None
 
 
-def _turn(x: Tensor, phasors: Tensor) -> Tensor:
-    width = 2 * phasors.shape[-1]
+def _turn(x: Tensor, phasors: Tensor, inverse: bool) -> Tensor:
+    """(a + bi) * (cosine + sine i) of every pair, in the operations of a complex product, without the complex type."""
+    pairs = phasors.shape[-2]
+    cosine, sine = phasors.reshape(phasors.shape[0], *[1] * (x.dim() - 2), pairs, 2).unbind(-1)
+    if inverse:
+        sine = -sine
     out = x.clone(memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(x[..., -width:].float().unflatten(-1, (-1, 2)).contiguous())
-    phasors = phasors.reshape(phasors.shape[0], *[1] * (x.dim() - 2), width // 2)
-    out[..., -width:] = torch.view_as_real(pairs * phasors).flatten(-2)
+    a, b = x[..., -2 * pairs :].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = out[..., -2 * pairs :].unflatten(-1, (-1, 2))
+    turned[..., 0] = a * cosine - b * sine
+    turned[..., 1] = b * cosine + a * sine
     return out

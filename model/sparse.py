@@ -197,7 +197,7 @@ class _SparseAttention(torch.autograd.Function):
             lse[rows], total = chunks.exponentiate_(near, far)
             part = scratch.bmm("part", near.to(keys.dtype), keys).view(-1, blocks.heads, blocks.dim)
             if far.shape[-1]:
-                part.baddbmm_(far.to(chosen.dtype), chosen)
+                scratch.add_bmm_(part, far.to(chosen.dtype), chosen)
                 mass[rows] = torch.bmm((1 / total).unsqueeze(1), far).squeeze(1)
             torch.div(part, total.unsqueeze(-1), out=out[rows])
         ctx.save_for_backward(q, window_kv, window_start, entries, topk_indices, sink, out, lse)
@@ -222,24 +222,23 @@ class _SparseAttention(torch.autograd.Function):
             near, far, keys, chosen = chunks.scores(start, stop)
             chunks.exp_(near, far, lse[rows])
             q_block, g_block = chunks.q_block(start, stop), d_out[rows].view(near.shape[0], -1, blocks.dim)
-            d_near = scratch.bmm("d_near", g_block, keys.transpose(1, 2)).float()
+            d_near = scratch.bmm("d_near", g_block, keys.transpose(1, 2))
             d_near = d_near.sub_(delta[rows].view(near.shape[0], -1, 1)).mul_(near).to(q.dtype)
             d_keys = scratch.bmm("d_keys", d_near.transpose(1, 2), q_block)
-            d_keys.baddbmm_(near.to(q.dtype).transpose(1, 2), g_block, beta=ctx.scale)
-            for piece in range(
-                blocks.span // blocks.size
-            ):  # spans overlap: part p of the span of block b is key block b + p
+            scratch.add_bmm_(d_keys, near.to(q.dtype).transpose(1, 2), g_block, ctx.scale)
+            # spans overlap: part p of the span of block b is key block b + p
+            for piece in range(blocks.span // blocks.size):
                 at = slice((start + piece) * blocks.size, (stop + piece) * blocks.size)
                 part = d_keys[:, piece * blocks.size : (piece + 1) * blocks.size]
                 d_window[at].view(part.shape).add_(part)
             grad = scratch.bmm("part", d_near, keys).view(-1, blocks.heads, blocks.dim)
             if far.shape[-1]:
-                d_far = scratch.bmm("d_far", d_out[rows], chosen.transpose(1, 2)).float()
+                d_far = scratch.bmm("d_far", d_out[rows], chosen.transpose(1, 2))
                 d_far = d_far.sub_(delta[rows].unsqueeze(-1)).mul_(far).to(q.dtype)
-                grad.baddbmm_(d_far, chosen)
+                scratch.add_bmm_(grad, d_far, chosen)
                 d_chosen = scratch.bmm("d_chosen", d_far.transpose(1, 2), chunks.q[rows])
-                d_chosen.baddbmm_(far.to(q.dtype).transpose(1, 2), d_out[rows], beta=ctx.scale)
-                d_entries.index_add_(0, chunks.index[rows].flatten(), d_chosen.flatten(0, 1).float())
+                scratch.add_bmm_(d_chosen, far.to(q.dtype).transpose(1, 2), d_out[rows], ctx.scale)
+                d_entries.index_add_(0, chunks.index[rows].flatten(), d_chosen.flatten(0, 1))
             torch.mul(grad, ctx.scale, out=d_q[rows])
         end = blocks.before + blocks.tokens
         d_window = d_window[end - len(window_kv) : end].to(window_kv.dtype)
@@ -255,10 +254,10 @@ class Scratch:
     def __init__(self):
         self.buffers: dict[str, Tensor] = {}
 
-    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def empty(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = like.new_empty(size)
+            self.buffers[name] = like.new_empty(size, dtype=dtype)
         return self.buffers[name][:size].view(shape)
 
     def rows(self, name: str, table: Tensor, index: Tensor) -> Tensor:
@@ -268,7 +267,19 @@ class Scratch:
         return out
 
     def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b, out=self.empty(name, (a.shape[0], a.shape[1], b.shape[2]), a))
+        """The batched product of a and b in fp32: bf16 factors give sums that are not rounded to bf16."""
+        out = self.empty(name, (a.shape[0], a.shape[1], b.shape[2]), a, torch.float32)
+        if a.dtype == torch.float32:
+            return torch.bmm(a, b, out=out)
+        if a.is_cuda:
+            return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+        return torch.bmm(a.float(), b.float(), out=out)
+
+    def add_bmm_(self, total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0) -> Tensor:
+        """total fp32 = beta * total + the batched product of a and b."""
+        if a.dtype == torch.float32:
+            return total.baddbmm_(a, b, beta=beta)
+        return total.mul_(beta).add_(self.bmm("added", a, b))
 
 
 class _Chunks:
@@ -300,11 +311,11 @@ class _Chunks:
         blocks, scratch = self.blocks, self.scratch
         rows = slice(start * blocks.size, stop * blocks.size)
         keys = blocks.key_spans(self.keys, start, stop)
-        near = scratch.bmm("near", self.q_block(start, stop), keys.transpose(1, 2)).float()
+        near = scratch.bmm("near", self.q_block(start, stop), keys.transpose(1, 2))
         hidden = blocks.hidden(self.window_start, start, stop)
         near.view(stop - start, blocks.size, blocks.heads, -1).masked_fill_(hidden, float("-inf"))
         chosen = scratch.rows("chosen", self.entries, self.index[rows])
-        far = scratch.bmm("far", self.q[rows], chosen.transpose(1, 2)).float()
+        far = scratch.bmm("far", self.q[rows], chosen.transpose(1, 2))
         far.masked_fill_(self.missing[rows].unsqueeze(1), float("-inf"))
         return near, far, keys, chosen
 

@@ -36,7 +36,7 @@ from train.config.rl import RlConfig
 from train.config.schema import Config
 from train.distributed.dense import shard_dense
 from train.distributed.engine import Engine
-from train.distributed.world import World, axis_group, pick_device
+from train.distributed.world import World, axis_group, pick_device, settle_precision
 from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
 
 Batch = dict[str, torch.Tensor]
@@ -157,6 +157,7 @@ def build(config: Config, world: World | None = None) -> Run:
     """
     seed_everything(config.seed)
     world = world or World(pick_device(config.parallel.device))
+    config = settle_precision(config, world.device)
     check_size(config, world.device)
     tokenizer = load_tokenizer(config.data)
     given = ModelConfig.from_dict(config.model)

@@ -29,7 +29,7 @@ from train.config.problems import ConfigError
 from train.config.resume import check_resumable
 from train.config.schema import Config, to_dict
 from train.distributed.launch import launch
-from train.distributed.world import World
+from train.distributed.world import World, settle_precision
 from train.errors import Interrupted, NonFiniteError
 from train.logging.log import NullReporter, Reporter
 from train.lora.peft_format import merged_record, read_changes
@@ -50,7 +50,7 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
     world = launch(config.parallel)
     alone = only_process_in(config.run_dir) if world.first else nullcontext()
     with world.collective_guard(Interrupted, NonFiniteError), alone:
-        folder, changes = world.from_first(find_state(config))
+        folder, changes = world.from_first(find_state(settle_precision(config, world.device)))
         if world.first:
             print("Preparing data and model; the first time takes a minute ...", flush=True)
         yield world, folder, changes

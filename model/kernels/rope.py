@@ -14,17 +14,14 @@ ELEMENTS = 2048  # elements of one program's tile
 
 
 def rotate(x: Tensor, phasors: Tensor | None, inverse: bool = False, rounding: str = "none") -> Tensor:
-    """Rotate the last channels of x [T, ..., D] by phasors complex64 [T, rope/2] (None: no rotation), then round to the
+    """Rotate the last channels of x [T, ..., D] by phasors fp32 [T, rope/2, 2] (None: no rotation), then round to the
     format `rounding` (none, fp8, mxfp4, fp4). The backward pass treats the rounding as the identity.
     """
-    if phasors is not None:
-        phasors = torch.view_as_real(phasors.resolve_conj())
     return _rotate(x.contiguous(), phasors, inverse, rounding)
 
 
 @operator("rotate_and_round")
 def _rotate(x: Tensor, phasors: Tensor | None, inverse: bool, rounding: str) -> Tensor:
-    """As `rotate`, but with the phasors as pairs of real numbers, fp32 [T, rope/2, 2]."""
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(x)

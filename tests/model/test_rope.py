@@ -19,8 +19,12 @@ def test_production_table(kind: str) -> None:
     assert torch.equal(frequencies, data[f"{kind}.inv_freq"])
     phasors = rotations(data["positions"], frequencies)
     angles = data[f"{kind}.angles"]
-    torch.testing.assert_close(phasors, torch.polar(torch.ones_like(angles), angles), atol=0, rtol=0)
+    unit = torch.polar(torch.ones_like(angles), angles)
+    assert torch.equal(torch.view_as_complex(phasors), unit)
     x = data["x"][0]
+    pairs = torch.view_as_complex(x[..., -64:].unflatten(-1, (-1, 2)).contiguous())
+    complex_product = torch.view_as_real(pairs * unit.view(-1, *[1] * (x.dim() - 2), 32)).flatten(-2)
+    torch.testing.assert_close(rotate(x, phasors)[..., -64:], complex_product, atol=3e-7, rtol=0)
     torch.testing.assert_close(rotate(x, phasors), data[f"{kind}.rotated"][0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(rotate(x, phasors, inverse=True), data[f"{kind}.inverse"][0], atol=1e-6, rtol=1e-6)
 
@@ -38,7 +42,7 @@ def test_yarn_stretches_only_the_slow_pairs() -> None:
 def test_adjacent_pairs_of_the_last_channels_turn() -> None:
     angle = torch.tensor([[0.3, 1.1]])
     x = torch.tensor([[7.0, 8.0, 1.0, 0.0, 0.0, 2.0]])
-    out = rotate(x, torch.polar(torch.ones(1, 2), angle))
+    out = rotate(x, torch.stack([angle.cos(), angle.sin()], -1))
     a, b = angle[0]
     torch.testing.assert_close(out[0], torch.stack([x[0, 0], x[0, 1], a.cos(), a.sin(), -2 * b.sin(), 2 * b.cos()]))
 
@@ -51,7 +55,9 @@ def test_inverse_undoes_and_gradient_turns_back() -> None:
     out = rotate(x, phasors)
     torch.testing.assert_close(rotate(out, phasors, inverse=True), x)
     (ours,) = torch.autograd.grad(out, x, upstream)
-    pairs = torch.view_as_complex(x[..., 4:].unflatten(-1, (-1, 2)).contiguous()) * phasors[:, None]
+    pairs = (
+        torch.view_as_complex(x[..., 4:].unflatten(-1, (-1, 2)).contiguous()) * torch.view_as_complex(phasors)[:, None]
+    )
     plain = torch.cat([x[..., :4], torch.view_as_real(pairs).flatten(-2)], -1)
     torch.testing.assert_close(ours, torch.autograd.grad(plain, x, upstream)[0])
 

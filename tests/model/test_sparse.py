@@ -110,6 +110,29 @@ def test_bf16_stays_close() -> None:
     assert (out.float() - exact).abs().max() < 0.05
 
 
+def test_products_of_bf16_are_summed_in_fp32() -> None:
+    """Against fp64 from the same bf16 inputs: what rounding the probabilities and the result to bf16 costs, 0.17 %
+    each, and no more. Sums of window and selected entries in bf16 would double it.
+    """
+    arguments = inputs(160, 4, 64, 24, 96, 24)
+    narrow, wide = dict(arguments), dict(arguments)
+    for name in ("q", "window_kv", "entries"):
+        narrow[name] = arguments[name].detach().bfloat16().requires_grad_()
+        wide[name] = narrow[name].detach().double().requires_grad_()
+    wide["sink"] = arguments["sink"].detach().double().requires_grad_()
+    (ours, mass), (theirs, exact_mass) = sparse_attention(**narrow, window=24), dense_attention(**wide)
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    gradients = torch.autograd.grad(ours, leaves(narrow), upstream)
+    exact = torch.autograd.grad(theirs, leaves(wide), upstream.double())
+
+    def error(a: Tensor, b: Tensor) -> float:
+        return ((a.double() - b).norm() / b.norm()).item()
+
+    assert error(mass, exact_mass) <= 1e-5
+    assert 1e-3 < error(ours, theirs) <= 0.0026
+    assert max(map(error, gradients, exact)) <= 0.003
+
+
 def test_work_grows_linearly() -> None:
     """Forward and backward multiply-adds at twice the length: at most 2.1 times (the reference: 4)."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,7 +139,10 @@ class ParallelConfig:
     """Device, precision, number of processes and timeouts. ``train/distributed/__init__.py`` explains the processes."""
 
     device: Literal["auto", "cpu", "cuda"]  # auto: the GPU if there is one, otherwise the CPU
-    precision: Literal["fp32", "bf16"]  # bf16: computation in bf16 by autocast, parameters in fp32
+    # bf16: computation in bf16 by autocast, parameters in fp32. auto: bf16 on a GPU that computes in it, otherwise
+    # fp32, because a CPU is slower in bf16, and a GPU computes grouped products of experts fast in bf16 only. task=plan
+    # plans for such a GPU, unless parallel.device is cpu.
+    precision: Literal["auto", "fp32", "bf16"]
     world_size: PositiveInt  # number of processes, one per GPU; the rows of a step are divided over them
     expert_parallel: PositiveInt  # number of processes over which the routed experts of a layer are split
     table_shards: PositiveInt  # number of processes over which the rows of an Engram table are split
@@ -204,6 +207,12 @@ class Config:
     plan: PlanConfig | None  # task=plan only
     dpo: DpoConfig | None  # only for task=dpo
     init_from: str | None  # checkpoint whose weights, model configuration and tokenizer the run starts from
+
+    def with_precision(self, automatic: Literal["fp32", "bf16"]) -> Config:
+        """Return the configuration with ``automatic`` as ``parallel.precision`` if that is ``auto``."""
+        if self.parallel.precision != "auto":
+            return self
+        return replace(self, parallel=replace(self.parallel, precision=automatic))
 
     @property
     def run_dir(self) -> Path:

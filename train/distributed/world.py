@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
+from train.config.schema import Config
 from train.distributed.failure_detector import FailureDetector, message
 from train.distributed.launchers import ProcessInfo
 from train.errors import RankLost
@@ -42,6 +43,12 @@ def axis_group(mesh: DeviceMesh, axis: str) -> RankGroup:
     """This rank's group along an axis of a mesh."""
     group = mesh.get_group(axis)
     return RankGroup(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def settle_precision(config: Config, device: torch.device) -> Config:
+    """Return ``config`` with ``parallel.precision`` fp32 or bf16: what ``auto`` means on ``device``."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.with_precision("bf16" if has_bf16 else "fp32")
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def plan(config: Config, job: Job | None = None) -> ResourcePlan:
 
     job: the part of the plan that is the same for every layout; None computes it from the configuration.
     """
+    config = config.with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
     job = job or job_of(config)
     items = list(rank_items(config.parallel, job.parameters))
     weights, gradients = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)

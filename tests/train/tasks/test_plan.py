@@ -199,6 +199,14 @@ def test_streams_in_bf16_take_half_and_offloaded_ones_lie_on_the_host(make_confi
     assert planned("runtime.offload=inputs", "runtime.stream_dtype=bf16") == (half - streams / 2, streams / 2)
 
 
+def test_an_automatic_precision_is_bf16_unless_the_device_is_the_cpu(make_config) -> None:
+    found = plan(make_config("parallel.device=auto"))
+    assert "tokens, bf16, recompute" in report(found)
+    assert found.working == plan(make_config("parallel.device=cpu", "parallel.precision=bf16")).working
+    assert "tokens, fp32, recompute" in report(plan(make_config("parallel.device=cpu")))
+    assert "tokens, fp32, recompute" in report(plan(make_config("parallel.device=auto", "parallel.precision=fp32")))
+
+
 def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
     def last_lines(*changes: str) -> tuple[ResourcePlan, list[str]]:
         found = plan(make_config(*changes))
