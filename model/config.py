@@ -277,14 +277,16 @@ class ForwardOptions:
     decoder_replay: whether decoder layers process only the last `sliding_window` tokens of a prompt (SWA bounded
         replay). Generation skips the other prompt tokens in decoder layers; training masks what generation would not
         compute. In training, the prompt of a document ends before its first supervised token.
-    stream_dtype: of the residual streams of a model with fp32 parameters. "bf16" rounds them behind every sublayer, as
-        the released code does, and halves what recomputation keeps; they are mixed in fp32 in either case.
+    stream_dtype: dtype of the residual streams of a model with fp32 parameters. With "bf16" the streams are rounded
+        after every sublayer, as in the released code, which halves the memory that activation checkpointing needs. The
+        streams are always mixed in fp32.
     recompute: whether every block uses activation checkpointing. The entries and experts that a block selected are kept
         and not computed again.
     keep_combined: with `recompute` and experts split over ranks, whether to keep the received results of the experts
         (one hidden vector per token and layer) instead of exchanging them again.
-    offload: with `recompute`, keep the "inputs" of every block, its residual streams, in host memory from the forward
-        to the backward (pinned, and copied while other work runs, on CUDA); "off" keeps them on the device.
+    offload: with `recompute`, "inputs" keeps the inputs of every block (its residual streams) in host memory between
+        the forward and the backward pass; on CUDA this memory is pinned, and copies overlap with computation. "off"
+        keeps the inputs on the device.
     frozen: how the frozen weights of a quantised checkpoint are held in memory, for example under an adapter or in a
         teacher: "packed" in their stored form, or unpacked as "values". The results are the same.
     train_indexer: whether to compute the KL loss of the indexers; without it their parameters get zero gradients.
@@ -306,7 +308,9 @@ class ForwardOptions:
     probe: bool = False
 
     def recomputing(self, on: bool) -> ForwardOptions:
-        """The same options with `recompute` on, or off together with the offload that needs it."""
+        """A copy of the options in which `recompute` is switched on or off; if it is off, `offload` is switched off
+        too.
+        """
         return replace(self, recompute=on, offload=self.offload if on else "off")
 
     def __post_init__(self) -> None:
@@ -318,8 +322,8 @@ class ForwardOptions:
             raise ValueError(f"runtime.offload: {self.offload!r} is unknown, allowed are 'off' and 'inputs'")
         if self.offload == "inputs" and not self.recompute:
             raise ValueError(
-                "runtime.offload: 'inputs' needs runtime.recompute=true, since without recomputation all values that a "
-                "block computes are kept, not its inputs"
+                "runtime.offload: 'inputs' needs runtime.recompute=true, because without recomputation all activations "
+                "of a block are kept, and not only its inputs"
             )
         if self.frozen not in ("packed", "values"):
             raise ValueError(f"runtime.frozen: {self.frozen!r} is unknown, allowed are 'packed' and 'values'")

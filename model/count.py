@@ -232,8 +232,8 @@ def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
 
 
 class Widths(NamedTuple):
-    """Bytes of a number: products, what products with weights give (2 with bf16 autocast over fp32 parameters, else 4);
-    streams, in a residual stream.
+    """The number of bytes per value: products, of the results of matrix products (2 with bf16 autocast over fp32
+    parameters, otherwise 4); streams, of the residual streams.
     """
 
     products: int
@@ -241,7 +241,9 @@ class Widths(NamedTuple):
 
     @property
     def normed(self) -> int:
-        """Of a sublayer's input behind its norm, which has the streams' dtype unless products cannot take that."""
+        """Bytes per value of a sublayer's normalised input, which has the dtype of the streams unless matrix products
+        need fp32.
+        """
         return self.streams if self.products == 2 else 4
 
 
@@ -251,10 +253,10 @@ def activation_bytes(
     """Activation bytes per token that a text micro-batch holds when its backward pass begins, for each part of the
     model.
 
-    With `recompute` only each block's inputs and what its first pass selected are held (with `keep_combined` the
-    results of its MoE layer too, as where experts are split over ranks; with `offload` without its streams), beside
-    what one block (the largest) saves while it is computed again. Counted as torch saves tensors on a CPU; bf16 copies
-    of weights (`autocast_copies`), gradients and the working memory of kernels are not included.
+    With `recompute`, only the inputs and the selections of each block are held, and what the largest block saves while
+    it is recomputed; with `keep_combined` also the outputs of the MoE layers, as if experts were split over ranks, and
+    with `offload` no residual streams. The tensors are those that PyTorch saves on a CPU. Not included are bf16 copies
+    of weights (see `autocast_copies`), gradients and the working memory of kernels.
     """
     text = config.text
     held: dict[str, float] = {}
@@ -308,7 +310,7 @@ def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
 
     copied = widths.products == 2 and widths.normed == 4
 
-    def inputs(products: int, size: int) -> int:  # autocast copies an fp32 input for every product
+    def inputs(products: int, size: int) -> int:  # autocast makes a copy of an fp32 input for every matrix product
         return products * 2 * size if copied else widths.normed * size
 
     sinkhorn = n * (2 * c.hc_sinkhorn_iters - 1)  # the denominators of all Sinkhorn steps
@@ -334,16 +336,16 @@ def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
 
 
 def stream_bytes(c: TextConfig, widths: Widths) -> int:
-    """Bytes per token of the residual streams."""
+    """Bytes of the residual streams per token."""
     return widths.streams * c.hc_mult * c.hidden_size
 
 
 def block_inputs(
     c: TextConfig, layer: int, widths: Widths, keep_combined: bool = False, offload: bool = False
 ) -> float:
-    """Bytes per token that a checkpointed block keeps: what enters it (the streams only if they are not on the host, by
-    `offload`), the experts it chose, with `keep_combined` the result of its MoE layer, and what its outputs add for
-    later layers.
+    """Bytes per token that a block keeps with activation checkpointing: its inputs (without the residual streams if
+    `offload` keeps them on the host), the experts that it chose, its outputs that later layers read, and with
+    `keep_combined` the output of its MoE layer.
     """
     width, ratio = widths.products, c.ratio(layer)
     size = 0.0 if offload else float(stream_bytes(c, widths))

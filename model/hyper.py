@@ -63,8 +63,8 @@ class HyperConnection(nn.Module):
 
 
 class _NormalisedProduct(torch.autograd.Function):
-    """fn @ flat^T * rsqrt(mean(flat^2) + eps), fp32 [k, T] from flat [T, m] of any dtype and fn fp32 [k, m]; one pass
-    over flat's gradient.
+    """Computes fn @ flat^T * rsqrt(mean(flat^2) + eps), fp32 [k, T], for flat [T, m] of any dtype and fn fp32 [k, m].
+    The backward pass writes the gradient of flat only once.
     """
 
     @staticmethod
@@ -140,8 +140,8 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def collapse_normed(streams: Tensor, pre: Tensor, norm: RMSNorm) -> Tensor:
-    """The input of a sublayer or of the head [T, d]: the collapsed streams through its norm, in a dtype that products
-    with fp32 parameters take even if the streams are kept in bf16.
+    """The normalised input [T, d] of a sublayer or of the head: the residual streams, collapsed and normalised. If the
+    streams are bf16, the result is cast to a dtype that can be multiplied with the parameters.
     """
     return for_products(norm(collapse(streams, pre)), norm.weight)
 

@@ -1,7 +1,8 @@
-"""Block inputs in host memory between the forward and the backward (`runtime.offload=inputs`).
+"""Keeps the inputs of blocks in host memory between the forward and the backward pass (`runtime.offload=inputs`).
 
-On CUDA a copy runs on a stream of its own: to pinned memory while the block computes, and back while the block behind
-it is recomputed, since the backward goes through the blocks in reverse order. On a CPU nothing is moved.
+On CUDA, copies run on a separate stream. The inputs of a block are copied to pinned memory while the block computes,
+and copied back while the following block is recomputed, because the backward pass runs through the blocks in reverse
+order. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostCopies:
-    """Keeps on the host what the blocks of one pass save, in the order in which they do."""
+    """Keeps the tensors that the blocks of one forward pass save in host memory, in the order of the blocks."""
 
     def __init__(self) -> None:
         self._last: _HostCopy | None = None
 
     def saving(self) -> saved_tensors_hooks:
-        """A context in which tensors that autograd saves go to the host."""
+        """A context manager that moves the tensors saved by autograd to the host."""
         return saved_tensors_hooks(self._pack, _HostCopy.back)
 
     def _pack(self, x: Tensor) -> _HostCopy:
@@ -27,7 +28,9 @@ class HostCopies:
 
 
 class _HostCopy:
-    """One tensor on the host; `before` is the one that was moved before it, which the backward needs after it."""
+    """One tensor in host memory; `before` is the tensor that was moved before this one, which the backward pass needs
+    after it.
+    """
 
     def __init__(self, x: Tensor, before: _HostCopy | None):
         self.device, self.before = x.device, before
@@ -35,12 +38,12 @@ class _HostCopy:
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
-        """Begin to copy it back."""
+        """Start to copy the tensor back to its device."""
         if self._fetched is None:
             self._fetched = to_device(self._host, self.device)
 
     def back(self) -> Tensor:
-        """The tensor on its device again; the one before it is on its way then."""
+        """Return the tensor on its device, and start to copy back the tensor that was moved before it."""
         self.fetch()
         x, self._fetched = self._fetched, None
         assert x is not None
@@ -54,7 +57,7 @@ class _HostCopy:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """x in pinned memory, or itself if it is not on CUDA; the copy may still be running."""
+    """Copy x to pinned memory asynchronously; returns x itself if it is not on CUDA."""
     if not x.is_cuda:
         return x
     side = _side_stream(x.device)
@@ -66,7 +69,9 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """The reverse of `to_host`: valid on the side stream, on others once they have waited for it."""
+    """Copy a tensor from `to_host` back to the device, on the side stream; other streams must wait for the side stream
+    before they use the result.
+    """
     if device.type != "cuda":
         return host
     with torch.cuda.stream(_side_stream(device)):

@@ -1,4 +1,4 @@
-"""Guards for code that picks its own dtypes."""
+"""Helpers for code that must control the dtypes of matrix products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def for_products(x: Tensor, weight: Tensor) -> Tensor:
-    """x in the dtype that a product with `weight` takes: autocast casts it itself, else it must have weight's."""
+    """Cast x to the dtype of `weight` for a matrix product, unless autocast is on, which casts the operands itself."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 

@@ -21,7 +21,7 @@ from model.offload import HostCopies
 
 
 class State(Protocol):
-    """The first argument of a block: a NamedTuple with a field `streams` [T, n, d]."""
+    """The interface of a block's first argument: a NamedTuple with a field `streams` [T, n, d]."""
 
     @property
     def streams(self) -> Tensor: ...
@@ -48,9 +48,10 @@ Out = TypeVar("Out", bound=Checkpointable)
 def run(
     block: Callable[..., Out], state: State, *arguments: Any, recompute: bool, host: HostCopies | None = None
 ) -> Out:
-    """`block(state, *arguments, None)`, its `first_pass` left out. With `recompute`, where gradients are recorded, the
-    backward calls `block(state, *arguments, first_pass)` to have again what the first call computed. `host` keeps the
-    streams in the meantime, None: they stay where they are.
+    """Run `block(state, *arguments, None)` and return its output without `first_pass`. With `recompute`, and if
+    gradients are enabled, activations are not kept: the backward pass calls `block(state, *arguments, first_pass)` to
+    recompute them. `host` keeps the residual streams of `state` in host memory until then; if None, they stay on the
+    device.
     """
     if not (recompute and torch.is_grad_enabled()):
         return block(state, *arguments, None)._replace(first_pass=None)
@@ -63,6 +64,6 @@ def run(
             first = out.first_pass
         return out._replace(first_pass=None)
 
-    # what autograd saves here are the tensor arguments of `checkpoint`: the streams alone
+    # autograd saves only the tensor arguments of `checkpoint` here, which are the streams
     with nullcontext() if host is None else host.saving():
         return checkpoint(again, state.streams, use_reentrant=False)

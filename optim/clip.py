@@ -24,7 +24,7 @@ def global_norm(
     without a gradient are skipped.
 
     `parts` maps each parameter that is split over processes to the group of processes that hold it; `collected` has the
-    gradients of which a single process holds the whole. All processes of these groups must call this function together.
+    gradients that are held whole by a single process. All processes of these groups must call this function together.
     """
     return _norm(_with_gradients(params, collected), parts, collected)
 
@@ -74,8 +74,8 @@ def _norm(params: list[Tensor], parts: Mapping[Tensor, RankGroupLike], collected
 
 
 def _norms(params: list[Tensor], collected: Collected) -> Tensor:
-    """The norm of every parameter's gradient, fp32, also of those that lie with another process: one by one, so that
-    the sum over all does not depend on where they lie.
+    """The norm of every parameter's gradient, fp32, including gradients that another process holds. Norms are computed
+    one by one, so that the global norm does not depend on which process holds a gradient.
     """
     grads = {p: grad for p in params if (grad := collected.gradients.get(p, p.grad)) is not None}
     norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32), strict=True))

@@ -36,8 +36,9 @@ class Optimizer(torch.optim.Optimizer):
     state: only the owner of a parameter keeps its state, updates the parameter and sends the result to the other
     processes that hold it. All processes must then step together, with gradients for the same parameters. A 3-D stack
     of matrices may be split over processes by matrix, a table updated by Sinkhorn by row, and a parameter of AdamW
-    along its first axis; no other parameter may be split. Of a parameter whose placement has `rows` (a `DTensor`) each
-    process keeps some rows, but its owner updates the whole parameter: call `collect_gradients` before clipping.
+    along its first axis; no other parameter may be split. If the placement of a parameter has `rows` (the parameter is
+    a `DTensor`), each process keeps some of its rows, but the owner updates the whole parameter; `collect_gradients`
+    must then be called before clipping.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Optimizer(torch.optim.Optimizer):
         self._placements: dict[Tensor, ParameterPlacement] = {}
         self._owners: dict[Tensor, int] = {}
         self._rows: RowExchange | None = None
-        self._weights: dict[Tensor, Tensor] = {}  # during a step, whole, those placed by rows that this process owns
-        self.collected = NOTHING  # between `collect_gradients` and the end of the step
+        self._weights: dict[
+            Tensor, Tensor
+        ] = {}  # during a step: the whole weights of row-divided parameters that this process owns
+        self.collected = NOTHING  # set from `collect_gradients` until the end of the step
         if placements is not None:
             self._assign_owners(placements)
 
@@ -66,8 +69,8 @@ class Optimizer(torch.optim.Optimizer):
         return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
 
     def collect_gradients(self) -> None:
-        """Bring the gradients of parameters placed by rows to their owners, whole, into `collected`. The parameters
-        themselves have none then. All processes call it together, with gradients for the same parameters.
+        """Gather the gradients of row-divided parameters at their owners, in `collected`, and remove them from the
+        parameters. All processes must call this method together, with gradients for the same parameters.
         """
         if self._rows is None:
             return

@@ -30,12 +30,12 @@ class RankGroupLike(Protocol):
 
 
 class RowGroups(NamedTuple):
-    """Which processes keep the rows of a parameter that is whole only while it is used or updated.
+    """The processes over which the rows of a parameter are divided while the parameter is neither used nor updated.
 
     Attributes:
-        keepers: consecutive processes of `ParameterPlacement.replica_group`; each keeps ceil(rows / size) consecutive
-            rows, the last ones fewer or none.
-        copies: the processes that keep the same rows, one of every set of keepers, in order.
+        keepers: consecutive processes of `ParameterPlacement.replica_group`, which together keep all rows; each keeps
+            ceil(rows / size) consecutive rows, and the last processes fewer or none.
+        copies: the processes that keep the same rows as this one, one process from every set of keepers, in order.
     """
 
     keepers: RankGroupLike
@@ -46,10 +46,11 @@ class ParameterPlacement(NamedTuple):
     """Which processes hold one parameter, from the point of view of this process.
 
     Attributes:
-        replica_group: the processes that hold the same values of the parameter; with `rows`, that use the same values.
+        replica_group: the processes that hold (with `rows`: that use) the same values of the parameter.
         shard_group: the processes over which the parameter is split along its first axis (rows or experts).
         numel: number of elements of the largest part of the parameter; every process has the same number here.
-        rows: given if the parameter is a `DTensor` of which each process keeps some rows; its owner updates the whole.
+        rows: given if the parameter is a `DTensor`, of which each process keeps some rows; its owner updates the whole
+            parameter.
     """
 
     replica_group: RankGroupLike

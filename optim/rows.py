@@ -1,9 +1,9 @@
-"""Parameters whose rows several processes keep, brought together at their owners for the update.
+"""Updates of parameters whose rows are divided over several processes: their owners gather the rows for the update.
 
-A matrix that Muon updates must be whole. Between steps its rows lie with G processes (`RowGroups.keepers`). A step
-collects gradient and weight at the owner (`optim/ownership.py`), updates there as if nothing were split, and hands the
-rows out again: first to the owner's own set of keepers, then from each of these to the processes that keep the same
-rows.
+Muon can only update whole matrices, but between steps the rows of a matrix are divided over several processes
+(`RowGroups.keepers`). In a step, the owner of a matrix (`optim/ownership.py`) gathers the gradient and the weight,
+updates the whole matrix, and sends the rows back: first to its own set of keepers, and from each of these to the
+processes that keep the same rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from .ownership import RankGroupLike, RowGroups
 
-MESSAGE_ELEMENTS = 1 << 25  # the most that a process sends of whole parameters in one message, unless one is larger
+MESSAGE_ELEMENTS = 1 << 25  # maximum elements that a process sends in one message, unless a single parameter is larger
 
 
 class Collected(NamedTuple):
-    """Gradients that lie whole with one process each. `gradients`: by parameter, None where another process has it;
-    `ranks`: the processes that they are spread over, None if there are none.
+    """Whole gradients, each of which is held by a single process. `gradients`: maps parameters to gradients, or to None
+    if another process holds the gradient; `ranks`: the processes that hold these gradients, or None if there are no
+    such gradients.
     """
 
     gradients: Mapping[Tensor, Tensor | None]
@@ -36,14 +37,17 @@ NOTHING = Collected({}, None)
 def rows_here(tensor: Tensor) -> Tensor:
     """The rows of a parameter or gradient that this process keeps, as a plain tensor that shares its memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes half a second
+    return (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    )  # a DTensor; importing its class for a check would take half a second
 
 
 class RowExchange:
-    """Moves parameters, or what is shaped like them, between the keepers of their rows and their owners.
+    """Moves parameters, or tensors of the same shapes, between the processes that keep their rows and the owners of the
+    parameters.
 
-    All processes call its methods together and with the same parameters. `owners`: by parameter, the owner's position
-    in the parameter's replica group.
+    All processes must call the methods together and with the same parameters. `owners`: maps each parameter to the
+    position of its owner in the parameter's replica group.
     """
 
     def __init__(self, groups: RowGroups, owners: Mapping[Tensor, int]) -> None:
@@ -51,7 +55,9 @@ class RowExchange:
 
     @torch.no_grad()
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """From the rows that each process keeps, by parameter, the whole tensors of the parameters this one owns."""
+        """Gather the rows that each process keeps; returns the whole tensors of the parameters that this process
+        owns.
+        """
         ranks = self.groups.keepers
         whole: dict[Tensor, Tensor] = {}
         for by_owner in self._messages(rows):
@@ -71,7 +77,7 @@ class RowExchange:
 
     @torch.no_grad()
     def hand_out(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
-        """Write what the owners have in `whole` into the `rows` of every process."""
+        """Send the whole tensors from their owners, and write them into the `rows` of every process."""
         ranks = self.groups.keepers
         for by_owner in self._messages(rows):
             own = by_owner[ranks.rank]
@@ -89,7 +95,7 @@ class RowExchange:
         self._copy(rows)
 
     def _copy(self, rows: Mapping[Tensor, Tensor]) -> None:
-        """Send the rows from the owners' own keepers to the processes that keep the same ones."""
+        """Send the rows from the owner's set of keepers to the processes of other sets that keep the same rows."""
         copies = self.groups.copies
         if copies.size == 1:
             return
@@ -102,14 +108,16 @@ class RowExchange:
                     _unpack(flat, targets)
 
     def _messages(self, rows: Mapping[Tensor, Tensor]) -> Iterator[list[list[Tensor]]]:
-        """The parameters that this process's set of keepers owns, several in a message, by owner among the keepers."""
+        """Yield the parameters owned by this process's set of keepers, several per message; each message lists the
+        parameters of every keeper.
+        """
         size = self.groups.keepers.size
         here = [param for param in rows if self.owners[param] // size == self.groups.copies.rank]
         for batch in batches(here, MESSAGE_ELEMENTS * size):
             yield [[param for param in batch if self.owners[param] % size == keeper] for keeper in range(size)]
 
     def _span(self, param: Tensor, keeper: int) -> tuple[int, int]:
-        """First element and number of elements of the rows that one of the keepers keeps."""
+        """The index of the first element, and the number of elements, of the rows that a keeper keeps."""
         rows, entry = param.shape[0], param.shape[1:].numel()
         height = -(-rows // self.groups.keepers.size)
         first, end = (min(place * height, rows) for place in (keeper, keeper + 1))
@@ -122,7 +130,9 @@ def _unpack(flat: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def batches(params: Sequence[Tensor], most: int = MESSAGE_ELEMENTS) -> Iterator[list[Tensor]]:
-    """Consecutive parameters with at most so many elements together, unless one has more."""
+    """Yield groups of consecutive parameters with at most `most` elements in total; a larger parameter is a group by
+    itself.
+    """
     batch: list[Tensor] = []
     room = most
     for param in params:

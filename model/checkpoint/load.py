@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
             row = source.start
             for block in source.blocks():
                 low, high = max(row, part.rows.start), min(row + len(block), part.rows.stop)
-                if low < high:  # not all rows of a tile need be this process's
+                if low < high:  # some rows of a tile may belong to other processes
                     part.tensor[low - part.start : high - part.start].copy_(block[low - row : high - row])
                 row += len(block)
     model.released_scales = released_scales  # type: ignore[assignment]

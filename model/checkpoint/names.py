@@ -82,7 +82,7 @@ class TensorShard(NamedTuple):
     start: int
     number: int  # position among all tensors of the model
     copies: RankGroup  # the processes that together hold all rows (or experts), each only once
-    divided: bool = False  # the rows may begin and end within a tile (see `Parallel.dense`); kept scales are whole
+    divided: bool = False  # the rows may begin or end inside a tile (see `Parallel.dense`); kept scales cover all rows
 
     @property
     def rows(self) -> slice:
@@ -90,7 +90,7 @@ class TensorShard(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """The rows of the tiles that this process's rows are in, for `packing_of(self.name)`."""
+        """The rows of all tiles (see `packing_of`) that contain at least one row of this process."""
         packing = packing_of(self.name) if self.divided else None
         height = 1 if packing is None else packing.tile_rows
         return slice(

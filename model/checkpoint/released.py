@@ -232,7 +232,7 @@ class Shards:
         self, name: str, packing: Packing, rows: slice | None = None, whole_scales: bool = False
     ) -> TensorSource:
         """The `TensorSource` of a quantised weight, or of some of its rows; it yields unpacked fp32 blocks. With
-        `whole_scales` its scales are those of all rows. Reading raises ValueError if the weight has a NaN or infinite
+        `whole_scales`, the scales of all rows are read. Reading raises ValueError if the weight has a NaN or infinite
         value.
         """
         path, _, (height, columns) = self.headers[name]

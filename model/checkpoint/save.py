@@ -107,10 +107,10 @@ def save_pretrained(
 
 
 def _whole(part: TensorShard, ranks: RankGroup) -> TensorShard:
-    """A matrix whose rows several processes keep, brought together at the one that writes it, since only whole tiles
-    can be quantised. All `ranks` call this together; each gets as many matrices as every other.
+    """Gather a matrix whose rows are divided over several processes at the process that writes it, because only whole
+    tiles can be quantised. All `ranks` must call this function together; the matrices are distributed evenly over them.
     """
-    assert part.tensor is not None, "divided parts are never without a tensor"
+    assert part.tensor is not None, "every process has a tensor, which may be empty, of a row-divided matrix"
     keepers, writer = part.copies, part.number % ranks.size
     whole = None
     if writer // keepers.size == ranks.rank // keepers.size:

@@ -41,9 +41,10 @@ class Parallel:
     tables: the ranks over which the rows of the Engram tables are split, and with `shard_embeddings` also those of the
     token embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ranks may own
     fewer rows or none.
-    context: ranks that the tokens of a micro-batch are split over, in consecutive chunks (context parallelism).
-    dense: ranks that keep the rows of the blocks' dense matrices, divided like those of a table. While a block runs its
-    matrices are whole on every rank (FSDP2, see `train/distributed/dense.py`), so that `model` computes as without.
+    context: the ranks over which the tokens of a micro-batch are split in consecutive chunks (context parallelism).
+    dense: the ranks over which the rows of the blocks' dense matrices are divided, as the rows of a table are. While a
+    block runs, its matrices are whole on every rank (FSDP2, see `train/distributed/dense.py`), so the computation is
+    the same.
     """
 
     experts: RankGroup = ONE_RANK
@@ -59,7 +60,7 @@ class Parallel:
 
     @property
     def together(self) -> bool:
-        """Whether a pass over the model is something that ranks can only do together."""
+        """Whether several ranks must run each forward pass together."""
         return max(self.experts.size, self.tables.size, self.dense.size) > 1
 
 
@@ -85,9 +86,11 @@ class Shard:
 
 
 def rows_here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or buffer, as a plain detached tensor that shares its memory."""
+    """The rows of a parameter or buffer that this rank holds, as a plain detached tensor that shares its memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes half a second
+    return (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    )  # a DTensor; importing its class for a check would take half a second
 
 
 def row_shard(total: int, ranks: RankGroup) -> Shard:

@@ -553,7 +553,7 @@ def test_noise_on_embeddings_and_sharded_parameters_are_refused(tiny, tmp_path) 
     options = dict(per_device_train_batch_size=2, max_steps=1)
     with pytest.raises(ValueError, match="neftune_noise_alpha is not supported"):
         trained(tiny, tmp_path, neftune_noise_alpha=5.0, **options)
-    with pytest.raises(ValueError, match="output_router_logits: not supported"):
+    with pytest.raises(ValueError, match="output_router_logits: is not supported"):
         tiny(input_ids=tokens(1, 8), output_router_logits=True)
 
 
