@@ -1,4 +1,4 @@
-"""The trainer: run it with ``python -m train``. It imports ``model``, ``optim`` and ``data``; none of them imports it.
+"""The trainer: run it with ``python -m train``. It imports ``model``, ``optim`` and ``data``; these do not import it.
 
 Read loop.py first (``train_step`` is a whole optimizer step), then build.py and run.py, then the task you are
 interested in, in ``tasks``. The modules at the top of this package are used by every run; everything else lies in

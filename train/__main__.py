@@ -38,7 +38,7 @@ FEW_CORES = 2
 def choose_threads(environment: MutableMapping[str, str], cores: int) -> None:
     """Set ``OMP_NUM_THREADS=1`` on machines with at most two CPU cores, unless the user has set the number of threads.
 
-    It must be set before torch is imported, because OpenMP reads the variable then. A second thread saves almost no
+    The variable must be set before torch is imported, because OpenMP reads it then. A second thread saves almost no
     time, since a training step consists of many small matrix products. Threads also spin while they wait for each
     other, so a step takes many times as long if another process keeps a core busy (docs/benchmarks.md, Threads).
     """

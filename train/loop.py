@@ -231,7 +231,7 @@ def _stop(
 def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
     """Return the numbers of a micro-batch that are summed over the step.
 
-    They stay on the device: no synchronisation.
+    The sums stay on the device, so that no micro-batch waits for the CPU.
     """
     return {name: value.detach() for name, value in losses._asdict().items()}
 

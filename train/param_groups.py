@@ -1,6 +1,6 @@
 """Assigns an optimizer method to every parameter: the V4.1 report's table (arXiv 2609.19969) as ordered name rules.
 
-`optim` implements the methods and `model` names the parameters; the rules here map names to methods. They are made for
+`optim` implements the methods and `model` names the parameters; the rules here map names to methods. Rules are made for
 one model configuration: each rule must match at least one parameter of that model, otherwise `optim.assign` raises an
 error.
 

@@ -14,8 +14,8 @@ from train.checkpoint.storage import ShardedTensor
 class Background:
     """Writes checkpoints in a thread while training continues, at most one at a time.
 
-    It is a context manager; on exit it waits until the last checkpoint is written. Each checkpoint is first copied into
-    a buffer in host memory (pinned memory if there is a GPU). The next checkpoint uses the same buffer.
+    The class is a context manager; on exit it waits until the last checkpoint is written. Each checkpoint is first
+    copied into a buffer in host memory (pinned memory if there is a GPU). The next checkpoint uses the same buffer.
     """
 
     def __init__(self) -> None:

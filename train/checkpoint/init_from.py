@@ -103,7 +103,7 @@ def holds_drafter(folder: Path) -> bool:
 def open_pretrained(origin: Pretrained) -> Iterator[Mapping[str, TensorSource]]:
     """Open the tensors of a checkpoint by their released names, in the order of the model.
 
-    Their values are read a few rows at a time.
+    The values of a tensor are read a few rows at a time.
 
     Raises:
         ValueError: tensors are missing or unknown, or have another shape or type than the checkpoint's configuration

@@ -1,4 +1,4 @@
-"""The run state on disk: everything that is needed to resume a run. It is written completely or not at all.
+"""Checkpoints: all that is needed to resume a run. A checkpoint is written completely or not at all.
 
 ``<run>/checkpoints/step-00000100/`` holds the tensors (see ``storage.py``) and ``state.json``, which contains the
 counters, the position in the data, the model configuration and the optimizer method of every parameter. The tensors are
@@ -119,8 +119,8 @@ def load(
 ) -> TrainerState:
     """Restore everything that ``save`` wrote into the given objects, and return the counters.
 
-    All ranks call this together. Their number may differ from when the state was saved; a rank that did not exist then
-    keeps the random generators it has.
+    All ranks call this together. The number of ranks may differ from when the state was saved; a rank that did not
+    exist then keeps the state of its random generators.
 
     Raises:
         CheckpointError: the folder is damaged, or it was saved with another model or other optimizer methods; the
@@ -159,7 +159,7 @@ def load_model(folder: Path, model: torch.nn.Module) -> None:
 def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
     """Open the weights of a checkpoint by their released names, in the order of the model.
 
-    Their values are read a few rows at a time.
+    The values of a tensor are read a few rows at a time.
 
     Raises:
         CheckpointError: the folder is damaged, or its tensors do not match its own model configuration.
@@ -214,8 +214,8 @@ def latest(directory: Path) -> Path | None:
 def prune(directory: Path, keep: int) -> None:
     """Delete all but the ``keep`` newest checkpoints, and the incomplete files of an interrupted save.
 
-    Of a symbolic link only the link is deleted, not its target. A folder that cannot be deleted does not stop training:
-    a warning names it once, and the next call tries again.
+    If a checkpoint is a symbolic link, only the link is deleted, not its target. A folder that cannot be deleted does
+    not stop training: a warning names it once, and the next call tries again.
     """
     for folder in [*_complete(directory)[:-keep], *directory.glob(".tmp-*")]:
         try:

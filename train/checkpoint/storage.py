@@ -1,9 +1,9 @@
 """Stores tensors that are split over ranks, by torch.distributed.checkpoint (DCP), as safetensors and a JSON index.
 
 DCP plans which rank writes which rows, and which saved rows a rank needs when the tensors are split differently on
-loading. DCP's own storage format contains a pickle. This module replaces it, so nothing is ever unpickled. It also
-replaces DTensor: a `ShardedTensor` knows which rows of the whole tensor it holds. That works without a process group,
-and when one rank holds several pieces of a tensor.
+loading. DCP's own storage format contains a pickle; the format of this module does not, so nothing is ever unpickled.
+Instead of DTensor, the class `ShardedTensor` records which rows of a whole tensor a rank holds. `ShardedTensor` works
+without a process group, and when one rank holds several pieces of a tensor.
 
 A folder holds one file ``rank-00000.safetensors`` for each rank that wrote something, and ``tensors.json``, which lists
 type, shape and chunks (first row, number of rows, file) of every tensor. A chunk that is not the whole tensor is stored
@@ -178,7 +178,7 @@ def read_index(folder: Path) -> Index:
 def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | None], Tensor]]:
     """Yield a function ``read(name, rows)`` that reads rows of a saved tensor; with None for ``rows`` it reads all.
 
-    It is meant for a single process that reads the checkpoint of any number of processes.
+    A single process can read the checkpoint of any number of processes in this way.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged or missing; the message names the file.
@@ -256,7 +256,10 @@ def size() -> int:
 
 
 def ranks() -> RankGroup:
-    """Return the group of all ranks as the `RankGroup` that `model` uses. All ranks make the first call together."""
+    """Return the group of all ranks as the `RankGroup` that `model` uses.
+
+    All ranks must make its first call together.
+    """
     return RankGroup(cast(dist.ProcessGroup, group()), rank(), size())
 
 

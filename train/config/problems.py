@@ -1,4 +1,4 @@
-"""The exception that refuses a configuration. Its message lists all problems at once."""
+"""The exception that refuses a configuration, with a message that lists all problems at once."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The blocks' dense matrices kept once in every set of G ranks, by PyTorch's FSDP2. The only user of ``fully_shard``.
+"""Splits the dense matrices of the blocks over sets of G ranks with PyTorch's FSDP2 (``fully_shard``).
 
-A rank keeps ``1/G`` of the rows of each matrix, in fp32. Before a block runs, its matrices are gathered (in bf16, if
-that is the precision of the products) while the block before it computes; behind it they are dropped. In the backward
-pass they are gathered again, and the block's gradients are summed over the G ranks as soon as they are complete; with
-several sets of G ranks, the sums of the step's micro-batches are then summed over the sets.
+Each rank holds ``1/G`` of the rows of each matrix, in fp32. The matrices of a block are gathered (in bf16, if that is
+the precision of the products) while the previous block computes, and freed after the block has run. In the backward
+pass they are gathered again, and the gradients of a block are summed over the G ranks as soon as they are complete.
+With several sets of G ranks, the gradients of a step are then summed over the sets.
 
-What stays with DeepSpeed (``engine.py``): experts and tables, which are split already; and what is small or computed in
-fp32, that is norms, routers, stream mixes and sinks; and the vision tower, which runs only on ranks that have images.
+DeepSpeed (``engine.py``) handles all other parameters: experts and tables, which are split already; small parameters
+and those used in fp32 (norms, routers, stream mixes, attention sinks); and the vision tower, which runs only on ranks
+that have images.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ ENTRIES = ("prefill_kv",)  # methods of a block, besides `forward`, that use its
 
 
 def matrices(block: nn.Module) -> Iterator[nn.Parameter]:
-    """The matrices of a block that are divided: those of its projections."""
+    """Yield the matrices of a block that are split over ranks: those of its projections."""
     for module in block.modules():
         if isinstance(module, nn.Linear | GroupedLinear):
             yield cast(nn.Parameter, module.weight)
 
 
 def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bool) -> None:
-    """Divide the blocks' matrices over ``ranks``, the axis ``parts`` of ``mesh``, in place. Each becomes a ``DTensor``
-    with a ``shard``. To be called before the optimizer is made, on a model with the same values on every rank.
+    """Split the matrices of the blocks over ``ranks``, the axis ``parts`` of ``mesh``, in place.
 
-    bf16: the gathered matrices are bf16. Gradients are summed in fp32 either way.
+    Each matrix becomes a ``DTensor`` with an attribute ``shard``. Call this before the optimizer is built, on a model
+    that has the same values on every rank.
+
+    bf16: whether the gathered matrices are bf16. Gradients are summed in fp32 in any case.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -61,8 +64,9 @@ def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bo
 
 
 def sum_between_sets(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward pass sums over the sets of ranks too, and not only over the ranks of each. It is wanted
-    in the last one of a step.
+    """Set whether the next backward pass also sums gradients over the sets of ranks, not only inside each set.
+
+    The last backward pass of a step must do so.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)

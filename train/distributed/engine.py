@@ -111,7 +111,7 @@ def _import_deepspeed(device: str) -> Any:
 
 
 def _wrap(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Create the DeepSpeed engine. It sums gradients without averaging or clipping, and knows the split parameters."""
+    """Create the DeepSpeed engine, which sums the gradients of all parameters without averaging or clipping."""
     import deepspeed
 
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

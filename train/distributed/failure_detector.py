@@ -144,7 +144,7 @@ class FailureDetector(threading.Thread):
             os._exit(LOST)
 
     def _exchange(self) -> None:
-        """Write heartbeats and check the others. It runs in a separate thread, since calls to a hanging store block."""
+        """Write heartbeats and check other processes, in a separate thread, since calls to a hanging store block."""
         count = failures = 0
         while self.failure is None and not self._closed.wait(HEARTBEAT_INTERVAL):
             count += 1

@@ -14,7 +14,7 @@ DRAWN = ("loss", "accuracy", "margin")
 
 
 class PreferenceReporter(Reporter):
-    """The ``Reporter`` of a run on preference pairs. It plots loss, accuracy and margin as ``dpo.png``."""
+    """The ``Reporter`` of a run on preference pairs, which plots loss, accuracy and margin as ``dpo.png``."""
 
     picture = "dpo.png"
     drawn = ("kind", "tokens", *DRAWN)

@@ -11,7 +11,7 @@ from train.logging.plot import Panel, Series, draw
 
 
 class DrafterReporter(Reporter):
-    """The ``Reporter`` of a run that trains a drafter. It plots the expected accepted length as ``tau.png``."""
+    """The ``Reporter`` of a run that trains a drafter, which plots the expected accepted length as ``tau.png``."""
 
     picture = "tau.png"
     drawn = ("kind", "tokens", "tau")

@@ -18,8 +18,8 @@ PROBE_TOKENS = 1024  # number of tokens measured; the cost grows with its square
 class Probe:
     """Measures ``model.indexer_recall`` of every layer with an indexer, on the first held-out documents.
 
-    The documents have at most ``PROBE_TOKENS`` tokens together. They are the same for any number of processes and any
-    number of rows in a batch.
+    The documents have at most ``PROBE_TOKENS`` tokens together. The same documents are used for any number of processes
+    and any number of rows in a batch.
     """
 
     run: Run

@@ -42,7 +42,7 @@ class Hidden:
 
 
 def make(task: EvalTask, tokenizer: Tokenizer, seed: int) -> list[Hidden]:
-    """Make the questions of a task. They depend only on the task, the tokenizer and the seed.
+    """Make the questions of a task; the same task, tokenizer and seed always give the same questions.
 
     Raises:
         ValueError: a configured length is too short for the sentences that a prompt must contain.

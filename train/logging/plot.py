@@ -14,7 +14,7 @@ SIZE = (8.0, 4.5)  # size of a single panel in inches
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one curve. Its kind (a key of ``STYLES``) determines how it is drawn."""
+    """The points of one curve; the kind of the curve (a key of ``STYLES``) determines how it is drawn."""
 
     kind: str
     x: Sequence[float]

@@ -1,4 +1,4 @@
-"""A trace of some steps, by torch's profiler."""
+"""Records a trace of some training steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class StepTrace:
-    """Records operations and their times from one step to another, as ``profile/rank-<rank>-steps-<first>-<last>.json``
-    in the run directory. Chrome (chrome://tracing) and Perfetto show the file. Every rank writes its own.
+    """Records the operations of some training steps and their times as a trace file, one for each rank.
+
+    The file is ``profile/rank-<rank>-steps-<first>-<last>.json`` in the run directory; Chrome (chrome://tracing) and
+    Perfetto can show it. The class is a context manager: if the run ends between the first and the last traced step,
+    the trace is still written.
 
     Args:
-        steps: first and last step, counted from 1; None: nothing is recorded.
-        folder: where the traces are written.
-        rank: of this process.
-
-    Used as a context: a run that ends between the two steps writes what it has recorded.
+        steps: first and last step to trace, counted from 1; None traces no step.
+        folder: folder for the trace files.
+        rank: rank of this process.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int):
@@ -35,7 +36,7 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Surround a step, whose number is given."""
+        """Context for the training step with this number; it starts and ends the trace when its steps are reached."""
         if self.steps is not None and self.profiler is None and self.steps[0] <= number <= self.steps[1]:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():

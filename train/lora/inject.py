@@ -166,7 +166,7 @@ class ExpertsLora(_Wrapper):
 class Trained(nn.Module):
     """The part of a LoRA model that training changes: the parameters of the adapter and the router biases.
 
-    Its state dict has the names of the model, so checkpoints of a LoRA run hold only these tensors.
+    Checkpoints of a LoRA run hold only these tensors, under the names that they have in the model.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -209,7 +209,7 @@ def trained_parameters(model: DeepseekV41) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Context in which the model computes without its adapter. It does not change which parameters are trained."""
+    """Context in which the model computes without its adapter; which parameters are trained does not change."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True
@@ -321,8 +321,8 @@ def _start(key: str, like: Tensor) -> Tensor:
 def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the adapter with the names and shapes that `peft` uses, on the CPU.
 
-    All ranks call this together. For stacked experts `peft` nests the wrappers of the three weights, w1 innermost. It
-    stores A as [E * rank, in], expert after expert, and B as [out, rank * E], in which the expert index runs fastest.
+    All ranks call this together. For stacked experts `peft` nests the wrappers of the three weights, w1 innermost. The
+    factor A is stored as [E * rank, in], expert after expert; B as [out, rank * E], the expert index running fastest.
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLora):

@@ -196,8 +196,10 @@ def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
 
 
 def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
-    """In the backward of a block whose dense matrices are divided (``train/distributed/dense.py``): its own and the
-    buffer of the next block's, gathered; its gradients; and those of the block before, in fp32 while they are sent.
+    """Compute the memory for gathered dense matrices in the backward pass (``train/distributed/dense.py``).
+
+    Counted are the gathered matrices of the current block, the buffer for those of the next block, the gradients of the
+    current block, and the fp32 gradients of the previous block while they are sent.
     """
     if config.parallel.dense_shards == 1:
         return {}

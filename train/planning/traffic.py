@@ -75,10 +75,12 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
 
 
 def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -> dict[str, Sent]:
-    """Of dense matrices whose rows G ranks keep. In every micro-batch they are gathered for the forward and for the
-    backward of their block, and gradients are summed over the G ranks, in fp32. Once a step the sums of the sets of G
-    ranks are summed (a ring), gradients and weights go to their owners, the updated rows come back to the owner's set
-    and go around the other sets.
+    """Compute the bytes that a rank sends for dense matrices whose rows are split over G ranks.
+
+    In every micro-batch the matrices are gathered for the forward and for the backward pass of their block, and their
+    gradients are summed over the G ranks in fp32. Once per step the sums of all sets of G ranks are added in a ring;
+    gradients and weights are sent to the ranks that own their optimizer state; and the updated rows are sent back to
+    the owner's set, then around the other sets.
     """
     divided = [item for item in items if item.kept]
     if not divided:

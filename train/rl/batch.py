@@ -91,7 +91,7 @@ def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple
 def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
     """Add the sums of a micro-batch to the sums of the step.
 
-    They stay on the device, so the CPU need not wait for it.
+    The sums stay on the device, so the CPU need not wait for them.
     """
     for name, value in sums.items():
         total[name] = total[name] + value if name in total else value

@@ -89,7 +89,7 @@ class SamplingPlan:
 
 
 class Collector:
-    """Sends requests to a rollout and returns graded groups of responses. It is deterministic if the rollout is."""
+    """Sends requests to a rollout and returns graded groups of responses; deterministic if the rollout is."""
 
     def __init__(self, plan: SamplingPlan, prompts: Prompts, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer):
         self.plan, self.prompts, self.rollout, self.rewards = plan, prompts, rollout, rewards

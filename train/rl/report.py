@@ -13,7 +13,7 @@ MEASURES = ("reward", "accuracy", "length")
 
 
 class RlReporter(Reporter):
-    """The ``Reporter`` of an RL run. It plots reward, accuracy and reasoning length as ``rl.png``."""
+    """The ``Reporter`` of an RL run, which plots reward, accuracy and reasoning length as ``rl.png``."""
 
     picture = "rl.png"
     drawn = ("kind", "step", "efforts")

@@ -42,7 +42,7 @@ class Measure:
     """A metric of a finished run that a study compares.
 
     path: dotted keys into the record of the last evaluation or of one of the study's ``evaluations``; or ``a - b`` for
-    the difference of two such paths. Of a list the mean is taken.
+    the difference of two such paths. If the value is a list, the metric is its mean.
     """
 
     path: str

@@ -25,7 +25,7 @@ END_THINK = "</think>"
 class Model:
     """A loaded model with its tokenizer.
 
-    drafter: the drafter that the checkpoint contains, or None. It makes generation faster and does not change answers.
+    drafter: the drafter that the checkpoint contains, or None. A drafter speeds up generation without changing answers.
     """
 
     model: DeepseekV41

@@ -1,4 +1,7 @@
-"""``task=check``: reads all data of a run and reports what they contain. It trains nothing and builds no model."""
+"""``task=check``: reads all data of a run and reports what they contain.
+
+This task trains nothing and builds no model.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def check_same(first: Pretrained, other: Pretrained) -> None:
 def companions(origin: Pretrained) -> dict[str, str]:
     """Return the small files for the merged checkpoint, such as the tokenizer's.
 
-    They are those of the folder ``origin``, or if it is a run, those that the export of the run would have.
+    The files of the folder ``origin`` are taken; if ``origin`` is a run, those that its export would have.
     """
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]

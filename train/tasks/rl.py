@@ -362,8 +362,8 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # the file is missing, truncated, or not written by torch.save
             raise CheckpointError(
-                f"{path} cannot be read: {type(error).__name__}. It belongs to the checkpoint of step {state.step}; "
-                "delete the file and that checkpoint to continue from the previous checkpoint"
+                f"{path} cannot be read: {type(error).__name__}. This file belongs to the checkpoint of step "
+                f"{state.step}; delete the file and that checkpoint to continue from the previous checkpoint"
             ) from error
 
     known = begun_file(folder, state.step)

@@ -1,4 +1,6 @@
-"""Generates the responses for RL. It imports ``train.distributed``, ``train.errors`` and ``model.generation``.
+"""Generates the responses for RL, in this process or on inference servers.
+
+This package imports ``train.distributed``, ``train.errors`` and ``model.generation``.
 
 Read base.py first. Each file imports only those above it:
 

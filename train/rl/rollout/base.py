@@ -115,8 +115,8 @@ def unpack_sample(state: dict[str, Any]) -> Sample:
 def routing_of(sample: Sample, layers: int, k: int) -> torch.Tensor:
     """Return the experts chosen at every position of a sample, int16 [prompt + tokens, layers, k].
 
-    At the last token they are -1, since it was drawn but never fed to the model. If no routing was recorded, all are
-    -1.
+    The experts at the last token are -1, since it was drawn but never fed to the model. If no routing was recorded, the
+    experts at all positions are -1.
     """
     length = len(sample.request.prompt) + len(sample.tokens)
     routing = torch.full((length, layers, k), -1, dtype=torch.int16)

@@ -48,7 +48,7 @@ class Limits:
 
 
 class HttpRollout:
-    """A ``Rollout`` that generates on inference servers. It sends no request before the first ``update_weights``.
+    """A ``Rollout`` that generates on inference servers. The first request is sent after the first ``update_weights``.
 
     Args:
         folder: directory for the checkpoint folders with new weights; the newest two are kept.
@@ -269,8 +269,8 @@ class HttpRollout:
     def _routing(self, server: Server, sample: Sample, routed: Any) -> torch.Tensor:
         """Decode the experts that a server returns as base64 int32. Returns int16 [prompt + tokens - 1, layers, k].
 
-        They cover all positions, including tokens written under earlier weights, since the last request processed the
-        whole prompt and all tokens so far again.
+        The experts of all positions are included, also those of tokens written with earlier weights, since the last
+        request processed the whole prompt and all tokens so far again.
         """
         positions = len(sample.request.prompt) + len(sample.tokens) - 1
         shape = (positions, self.limits.layers, self.limits.experts_per_token)
