@@ -317,7 +317,8 @@ class DeepseekV41(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if objective is None:
-            lm_sum = cross_entropy_sum(hidden, self.head.full_weight(), targets.index_select(0, rows))
+            weight, shard = self.head.weight_and_shard()
+            lm_sum = cross_entropy_sum(hidden, weight, targets.index_select(0, rows), shard)
         else:
             places = rows if layout.gather is None else layout.gather.index_select(0, rows)
             lm_sum = objective(hidden, self.head.full_weight(), targets.index_select(0, rows), places + 1)

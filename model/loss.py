@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.parallel.ranks import Shard
+from model.parallel.tables import gather_rows, sum_rows
 from model.precision import without_autocast
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
@@ -30,24 +32,31 @@ class Objective(Protocol):
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor: ...
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, shard: Shard | None = None) -> Tensor:
     """The sum of cross-entropies in nats, 0-d fp32, between the logits hidden [R, d] @ weight [V, d]^T and the targets
     int64 [R].
 
     Logits are computed in the dtype of hidden and reduced in fp32, one chunk at a time, together with their gradients.
+    With `shard`, `weight` has only these rows of the output head; all ranks must call the function together, forward
+    and backward. It gathers the rows in the dtype of hidden and sums their gradient over the ranks in fp32.
     """
-    return _ChunkedCrossEntropy.apply(hidden, weight, targets)
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, shard)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, shard: Shard | None) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         cast = weight.to(hidden.dtype)
-        for rows in _chunks(hidden, weight):
+        if shard is not None:
+            cast = gather_rows(cast, shard)
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_padded = torch.zeros_like(cast, dtype=torch.float32) if need_weight else None
+        if shard is not None:
+            cast = cast[: shard.total]
+        d_weight = d_padded[: len(cast)] if need_weight else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden, cast):
             logits = _logits(hidden[rows], cast).float()
             goal = targets[rows, None]
             log_norm = logits.logsumexp(-1, keepdim=True)
@@ -61,17 +70,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 d_hidden[rows] = d_logits @ cast
             if need_weight:
                 d_weight += d_logits.t() @ hidden[rows]
-        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype) if need_weight else None)
+        ctx.save_for_backward(d_hidden, d_padded.to(weight.dtype) if need_weight else None)
+        ctx.shard = shard
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         d_hidden, d_weight = ctx.saved_tensors
-        return (
-            d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
-            d_weight * grad.to(d_weight.dtype) if d_weight is not None else None,
-            None,
-        )
+        if d_weight is not None:
+            d_weight = d_weight * grad.to(d_weight.dtype)
+            if ctx.shard is not None:
+                d_weight = sum_rows(d_weight, ctx.shard)
+        return d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None, d_weight, None, None
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -185,7 +185,7 @@ def export(run: Run, folder: Path) -> None:
                 convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files)
         return
     files = tokenizer_files(config.data, run.tokenizer)
-    if config.lora.on:
+    if config.lora.on and run.world.first:  # it alone writes these files, and has written the adapter
         files[MERGED] = merged_record(config.run_dir / "adapter", find_pretrained(config.initial_checkpoint).folder)
     save_pretrained(
         run.backbone,

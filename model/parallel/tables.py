@@ -125,6 +125,10 @@ class Head(nn.Linear):
         """
         return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
 
+    def weight_and_shard(self) -> tuple[Tensor, Shard | None]:
+        """This rank's rows of the weight and which they are, for a loss that gathers them itself; None: all."""
+        return self.weight, None if self.shard.ranks.size == 1 else self.shard
+
 
 @without_autocast
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -135,24 +139,35 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the shards of all ranks to the whole weight; the gradient of each shard is summed over the ranks in their
-    order.
-    """
+    """Gathers the shards of all ranks to the whole weight; the gradient of each shard is summed over the ranks."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, shard: Shard) -> Tensor:
         ctx.shard = shard
-        out = weight.new_empty(shard.ranks.size * shard.height, weight.shape[1])
-        dist.all_gather_single(out, _padded(weight, shard.height), group=shard.ranks.group)
-        return out[: shard.total]
+        return gather_rows(weight, shard)[: shard.total]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        shard = ctx.shard
-        grad = _padded(grad, shard.ranks.size * shard.height)
-        parts = torch.empty_like(grad)
-        dist.all_to_all_single(parts, grad, group=shard.ranks.group)
-        return parts.unflatten(0, (shard.ranks.size, -1)).sum(0)[: len(shard)], None
+        return sum_rows(_padded(grad, ctx.shard.ranks.size * ctx.shard.height), ctx.shard), None
+
+
+def gather_rows(rows: Tensor, shard: Shard) -> Tensor:
+    """The rows [len(shard), columns] of every rank, one after the other: [size * height, columns]. Of a rank with fewer
+    than `shard.height` rows the last ones are padding, so the first `shard.total` are the whole. All ranks must take
+    part.
+    """
+    out = rows.new_empty(shard.ranks.size * shard.height, rows.shape[1])
+    dist.all_gather_single(out, _padded(rows, shard.height), group=shard.ranks.group)
+    return out
+
+
+def sum_rows(whole: Tensor, shard: Shard) -> Tensor:
+    """This rank's rows [len(shard), columns] of the sum over all ranks of `whole` [size * height, columns], laid out as
+    by `gather_rows`. All ranks must take part.
+    """
+    out = whole.new_empty(shard.height, whole.shape[1])
+    dist.reduce_scatter_single(out, whole, group=shard.ranks.group)
+    return out[: len(shard)]
 
 
 def _padded(rows: Tensor, height: int) -> Tensor:

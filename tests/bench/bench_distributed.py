@@ -33,7 +33,7 @@ from train.loop import train_step
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "distributed")]
 from ranks import Group  # noqa: E402
 
-CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "broadcast")
+CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "broadcast")
 
 
 class Clock:

@@ -31,10 +31,10 @@ from train.distributed.launchers import run_to_the_end
 from train.distributed.world import World, axis_group, rank_mesh
 from train.loop import train_step
 from train.planning.resources import plan
-from train.planning.traffic import GATHERED, OWNED
+from train.planning.traffic import GATHERED, OWNED, SUMMED
 
 RANKS = 2
-SEEN = ("all-to-all", "head gathered", GATHERED, OWNED)  # what `Sent` counts: no sums of gradients
+SEEN = ("all-to-all", "head gathered", GATHERED, SUMMED, OWNED)  # what `Sent` counts: not what DeepSpeed sends
 # name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings, parallel.dense_shards
 LAYOUTS = {
     "experts over 2": (2, 1, False, 1),
@@ -70,8 +70,8 @@ class Sent:
     """Counts the bytes that are given to exchanges and gathers for other ranks, while it is entered."""
 
     def __enter__(self) -> Sent:
-        self.bytes, self.kept = 0, (dist.all_to_all_single, dist.all_gather_single)
-        swap, gather = self.kept
+        self.bytes, self.kept = 0, (dist.all_to_all_single, dist.all_gather_single, dist.reduce_scatter_single)
+        swap, gather, scatter = self.kept
 
         def all_to_all_single(output, input, receive=None, send=None, group=None, **options):
             own = len(input) // RANKS if send is None else send[dist.get_rank(group)]
@@ -82,11 +82,16 @@ class Sent:
             self.bytes += (RANKS - 1) * input.nbytes
             return gather(output, input, group=group, **options)
 
+        def reduce_scatter_single(output, input, op=dist.ReduceOp.SUM, group=None, **options):
+            self.bytes += (RANKS - 1) * output.nbytes
+            return scatter(output, input, op, group, **options)
+
         dist.all_to_all_single, dist.all_gather_single = all_to_all_single, all_gather_single
+        dist.reduce_scatter_single = reduce_scatter_single
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single, dist.all_gather_single = self.kept
+        dist.all_to_all_single, dist.all_gather_single, dist.reduce_scatter_single = self.kept
 
 
 def measure(config: Config, world: World) -> dict[str, float]:

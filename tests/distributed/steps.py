@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch.distributed.tensor import DTensor
 
 from model import LossDenominators, Losses
+from model.loss import cross_entropy_sum
 from model.parallel.ranks import Parallel, RankGroup, rows_here
+from model.parallel.tables import Head
 from train.build import Run, build
 from train.config.compose import CONF_DIR, open_overrides
 from train.config.parse import parse
@@ -176,6 +179,31 @@ def stop_everywhere(world: World, corpus: Path) -> None:
         raise AssertionError("the step was taken")
 
 
+def split_head(ranks: RankGroup) -> None:
+    """The loss through a head of 13 rows that is split over all ranks, of which the last has no target, is that through
+    the whole head; so is its gradient, which is summed in fp32 whatever the precision of the products.
+    """
+    rows, width, tokens = 13, 8, 0 if ranks.rank == ranks.size - 1 else 5 + ranks.rank
+    draw = torch.Generator().manual_seed(1)
+    whole = torch.randn(rows, width, generator=draw).requires_grad_()
+    draw.manual_seed(2 + ranks.rank)
+    hidden = torch.randn(tokens, width, generator=draw)
+    targets = torch.randint(rows, (tokens,), generator=draw)
+    head = Head(width, rows, ranks)
+    with torch.no_grad():
+        head.weight.copy_(whole[head.shard.start : head.shard.stop])
+    for dtype in (torch.float32, torch.bfloat16):
+        whole.grad = head.weight.grad = None
+        alone, split = (hidden.to(dtype, copy=True).requires_grad_() for _ in range(2))
+        wanted = cross_entropy_sum(alone, whole, targets)
+        found = cross_entropy_sum(split, head.weight, targets, head.shard)
+        (wanted * 0.3).backward(), (found * 0.3).backward()
+        assert torch.equal(found, wanted) and torch.equal(split.grad, alone.grad)
+        dist.all_reduce(whole.grad)
+        mine = whole.grad[head.shard.start : head.shard.stop]
+        torch.testing.assert_close(head.weight.grad, mine, rtol=1e-6, atol=1e-6)
+
+
 def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1, context: int = 1) -> Config:
     """The configuration of a case for so many processes, with experts and tables in so many parts, and the dense
     matrices and the rows over so many processes.
@@ -213,6 +241,7 @@ def main(folder: Path, cases: list[str]) -> None:
     world = launch(configure("passes", size, 1, folder).parallel)
     with world.collective_guard():
         stop_everywhere(at(world, size), folder)
+        split_head(world.replica_groups[1])
         for case in cases:
             name, layout = case.split("@")
             parts, dense, context = (int(number or 1) for number in LAYOUT.fullmatch(layout).groups())

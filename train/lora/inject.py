@@ -118,6 +118,10 @@ class HeadLora(_Wrapper):
             weight = weight + self.scaling[name] * (self.lora_B[name].weight @ self.lora_A[name].weight)
         return weight
 
+    def weight_and_shard(self) -> tuple[Tensor, None]:
+        """Return the whole weight, and None for its shard (see `Head.weight_and_shard`)."""
+        return self.full_weight(), None
+
     def forward(self, x: Tensor) -> Tensor:
         return logits(x, self.full_weight())
 

@@ -147,15 +147,18 @@ def _activations(parts: dict[str, float], tokens: int) -> dict[str, float]:
 
 
 def head_bytes(config: Config, job: Job) -> dict[str, float]:
-    """Compute the memory for the gradient of the output head in the loss, and for the head gathered from its shards.
+    """Compute the memory for the gradient of the output head in the loss, in fp32, and what a split head needs besides.
 
-    In the backward pass of the gather there are three copies of the gradient (``model/parallel/tables.py``: the
-    gradient itself, a padded copy, and the received parts).
+    The cross-entropy gathers the head in the precision of the products and frees it before its backward pass, which
+    holds the scaled gradient beside the original one (``model/loss.py``). Other objectives keep the head gathered in
+    fp32, and hold a second, padded copy of its gradient (``model/parallel/tables.py``).
     """
     size = float(count.head_gradient_bytes(job.model.config))
     found = {"the head's gradient in the loss": size} if job.head_gradient else {}
     if config.parallel.shard_embeddings:
-        found["the gathered head"] = 2 * size if job.head_gradient else size
+        whole = settings(config).job == "distill"
+        beside = (2 * size if whole else size) if job.head_gradient else size * (0.5 if _bf16(config) else 1.0)
+        found["a split head, gathered or its gradient sent"] = beside
     return found
 
 

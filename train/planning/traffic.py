@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from train.config.schema import Config, HardwareConfig
 from train.planning.items import FP32, Item
-from train.planning.job import Job
+from train.planning.job import Job, settings
 from train.planning.memory import engram_rows, keeps_combined, tokens_per_pass
 
 GRADIENTS, UPDATES = "all-reduce of gradients", "updated weights"
-GATHERED, OWNED = "dense matrices gathered", "dense matrices to their owners and back"
+GATHERED, SUMMED = "dense matrices gathered", "gradients of dense matrices summed"
+OWNED = "dense matrices to their owners and back"
 
 
 class Sent(NamedTuple):
@@ -69,7 +70,8 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     if layout.shard_embeddings:
         words, both = batches * min(tokens, text.vocab_size), 2 if _trains(items, "embedding and head") else 1
         sent["all-to-all, embedding"] = Sent(words * (8 + both * FP32 * text.hidden_size) * shard, table)
-        head = batches * both * FP32 * text.vocab_size * text.hidden_size * shard
+        gathered = FP32 if settings(config).job == "distill" else width  # as `head_bytes` says
+        head = batches * (gathered + FP32 * (both - 1)) * text.vocab_size * text.hidden_size * shard
         sent["head gathered, its gradient"] = Sent(head, table)
     return sent | rows_sent(config, items, batches, width) | rings(config, items)
 
@@ -91,8 +93,8 @@ def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -
     owned = 3 * FP32 * size / sets * (1 - 1 / parts)
     return {
         GATHERED: Sent(2 * batches * width * size * (parts - 1), near),
-        "gradients of dense matrices": Sent(batches * FP32 * size * (parts - 1), near),
-        "gradients of dense matrices, between sets": Sent(2 * FP32 * size * (1 - 1 / sets), far),
+        SUMMED: Sent(batches * FP32 * size * (parts - 1), near),
+        f"{SUMMED}, between sets": Sent(2 * FP32 * size * (1 - 1 / sets), far),
         OWNED: Sent(owned, pairs_inside(parts, config)),
         "updated dense matrices, between sets": Sent(FP32 * size * (1 - 1 / sets), far),
     }
