@@ -115,7 +115,9 @@ class Block(nn.Module):
             streams = expand(streams, attended.output, mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(collapse_normed(streams, pre_mix, self.ffn_norm), layout, replay, first_moe)
+            y, routing = self.ffn(
+                collapse_normed(streams, pre_mix, self.ffn_norm), layout, replay, first_moe, runtime.dispatch == "fp8"
+            )
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
         reported = (
             attended.shared,

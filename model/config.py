@@ -284,6 +284,9 @@ class ForwardOptions:
         and not computed again.
     keep_combined: with `recompute` and experts split over ranks, whether to keep the received results of the experts
         (one hidden vector per token and layer) instead of exchanging them again.
+    dispatch: format in which tokens go to routed experts. "fp8" rounds the inputs of routed experts to FP8 (groups of
+        32 with a power-of-two scale, as the window KV) on any number of ranks; between ranks they then take half the
+        bytes of bf16. "plain" does not round.
     offload: with `recompute`, "inputs" keeps the inputs of every block (its residual streams) in host memory between
         the forward and the backward pass; on CUDA this memory is pinned, and copies overlap with computation. "off"
         keeps the inputs on the device.
@@ -302,6 +305,7 @@ class ForwardOptions:
     stream_dtype: Literal["fp32", "bf16"] = "fp32"
     recompute: bool = False
     keep_combined: bool = True
+    dispatch: Literal["plain", "fp8"] = "plain"
     offload: Literal["off", "inputs"] = "off"
     frozen: Literal["packed", "values"] = "packed"
     train_indexer: bool = True
@@ -318,6 +322,8 @@ class ForwardOptions:
             raise ValueError(f"runtime.attention: {self.attention!r} is unknown, allowed are 'sparse' and 'dense'")
         if self.stream_dtype not in ("fp32", "bf16"):
             raise ValueError(f"runtime.stream_dtype: {self.stream_dtype!r} is unknown, allowed are 'fp32' and 'bf16'")
+        if self.dispatch not in ("plain", "fp8"):
+            raise ValueError(f"runtime.dispatch: {self.dispatch!r} is unknown, allowed are 'plain' and 'fp8'")
         if self.offload not in ("off", "inputs"):
             raise ValueError(f"runtime.offload: {self.offload!r} is unknown, allowed are 'off' and 'inputs'")
         if self.offload == "inputs" and not self.recompute:

@@ -294,7 +294,9 @@ class Stage(Block):
             streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
-            y, routing = self.ffn(collapse_normed(streams, pre_mix, self.ffn_norm), layout, None, first)
+            y, routing = self.ffn(
+                collapse_normed(streams, pre_mix, self.ffn_norm), layout, None, first, runtime.dispatch == "fp8"
+            )
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared)
         return StageOutput(state, routing, self.ffn.first_pass(routing, y, runtime.keep_combined))
 

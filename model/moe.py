@@ -20,8 +20,9 @@ from model.layout import SequenceLayout
 from model.no_wait import Watched, count_ids
 from model.packed import PackedWeight, packed_grouped_linear
 from model.parallel.context import sum_over
-from model.parallel.exchange import RowCounts, exchange, exchange_counts
+from model.parallel.exchange import RowCounts, Transfer, exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
+from model.quantize import KV_WINDOW, fake_quant_fp8
 
 
 class Routing(NamedTuple):
@@ -112,12 +113,22 @@ class Experts(Watched):
         out = grouped_linear(rows, getattr(self, name), ends)
         return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
-    def forward(self, x: Tensor, routing: Routing, combine: bool = True) -> Tensor:
-        """Returns the weighted sum of the outputs of each token's experts, fp32 [T, d], for x [T, d]. With
-        `combine=False`, returns [0, d] and computes only the tensors that the backward pass needs; results are neither
-        exchanged nor summed.
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        meanwhile: Callable[[], Tensor],
+        combine: bool = True,
+        fp8: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the weighted sum of the outputs of each token's experts, fp32 [T, d], for x [T, d], and the result of
+        `meanwhile`, which is called while tokens travel between ranks. With `combine=False`, the first is [0, d], and
+        only the tensors that the backward pass needs are computed; results are neither exchanged nor summed. With
+        `fp8`, x is rounded to FP8 and travels in that format.
         """
         k = routing.indices.shape[1]
+        if fp8:
+            x = fake_quant_fp8(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts = routing.indices.flatten()
@@ -127,10 +138,15 @@ class Experts(Watched):
         rows = _Dispatch.apply(x, token, place, k)
         weights = routing.weights.flatten().index_select(0, order)
         if routing.rows is None:
-            y = self._weighted(rows, weights, routing.load.sum(0))
+            beside, y = meanwhile(), self._weighted(rows, weights, routing.load.sum(0))
         else:
-            y = self._weighted_elsewhere(rows, weights, routing.rows, experts.index_select(0, order), combine)
-        return _Combine.apply(y.float(), token, place, k, combine)
+            tags = torch.stack([weights, experts.index_select(0, order).to(weights.dtype)], dim=1)
+            _, send, receive = routing.rows
+            transfer = Transfer((rows, tags), send, receive, self.shard.ranks, KV_WINDOW if fp8 else None)
+            beside = meanwhile()
+            rows, tags = transfer.finish()
+            y = self._weighted_for_others(rows, tags, routing.rows, combine)
+        return _Combine.apply(y.float(), token, place, k, combine), beside
 
     def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """The weighted expert outputs for rows [R, d] sorted by this rank's experts; weights fp32 [R], counts: rows per
@@ -140,17 +156,12 @@ class Experts(Watched):
         hidden = clamped_swiglu(self.linear("w1", rows, ends), self.linear("w3", rows, ends), self.limit, weights)
         return self.linear("w2", hidden, ends)
 
-    def _weighted_elsewhere(
-        self, rows: Tensor, weights: Tensor, moved: RowCounts, experts: Tensor, combine: bool
-    ) -> Tensor:
-        """As `_weighted`, for rows sorted by all experts: each row is processed on the rank that holds its expert. The
-        ranks exchange the rows with their weights and expert ids, and then the results. No token is dropped, whatever
-        the counts are.
+    def _weighted_for_others(self, rows: Tensor, tags: Tensor, moved: RowCounts, combine: bool) -> Tensor:
+        """As `_weighted`, for the rows that all ranks have sent to the experts of this rank, with their weights and
+        expert ids as tags [R, 2]; the results are sent back. No token is dropped, whatever the counts are.
         """
         ranks, local = self.shard.ranks, len(self.shard)
         counts, send, receive = moved
-        tags = torch.stack([weights, experts.to(weights.dtype)], dim=1)
-        rows, tags = exchange((rows, tags), send, receive, ranks)
         announced = torch.arange(local, device=rows.device).repeat(ranks.size)
         announced = announced.repeat_interleave(counts.flatten(), output_size=len(rows))
         order = announced.argsort(stable=True)  # from sorted by rank to sorted by expert
@@ -198,23 +209,26 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config)
 
     def forward(
-        self, x: Tensor, layout: SequenceLayout, replay: Tensor | None = None, first: MoEFirstPass | None = None
+        self,
+        x: Tensor,
+        layout: SequenceLayout,
+        replay: Tensor | None = None,
+        first: MoEFirstPass | None = None,
+        fp8: bool = False,
     ) -> tuple[Tensor, Routing]:
         """Returns the output [T, d] for x [T, d], and the routing. replay: see `Gate`; first: the results of the first
-        pass, given in recomputation. The routing is returned and not stored, so that recomputation does not count
-        tokens twice.
+        pass, given in recomputation; fp8: see `Experts`. The routing is returned and not stored, so that recomputation
+        does not count tokens twice.
         """
         routing = self.gate(x, layout.image, replay, first)
         if first is None and self.ranks.size > 1:
             load = routing.load.sum(0).view(self.ranks.size, -1)
             routing = routing._replace(rows=exchange_counts(load, self.ranks))
-        if (
-            first is not None and first.output is not None
-        ):  # the backward pass needs tensors saved inside both calls, but not their results
-            self.experts(x, routing, combine=False), self.shared_experts(x)
-            return first.output, routing
-        y = self.experts(x, routing) + self.shared_experts(x).float()
-        return y.to(x.dtype), routing
+        kept = None if first is None else first.output
+        routed, shared = self.experts(x, routing, lambda: self.shared_experts(x), kept is None, fp8)
+        if kept is not None:  # the backward pass needs tensors saved inside both, but not their results
+            return kept, routing
+        return (routed + shared.float()).to(x.dtype), routing
 
     def first_pass(self, routing: Routing, output: Tensor, keep_combined: bool) -> MoEFirstPass:
         """The results that a recomputation of this layer reuses. The output [T, d] is included if `keep_combined` is

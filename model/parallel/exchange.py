@@ -6,7 +6,7 @@ In shapes, R is the number of rows sent or received by this rank, ordered by ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,23 +42,79 @@ def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ran
     All ranks must call this function. They must also all run its backward pass, so whether at least one of the tensors
     requires a gradient must be the same on all ranks.
     """
-    return _Exchange.apply(send, receive, ranks, *tensors)
+    return Transfer(tensors, send, receive, ranks).finish()
+
+
+class Packer(Protocol):
+    """A format in which rows travel: codes and scales, from which `unpack` makes rows of some width and dtype."""
+
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def unpack(self, codes: Tensor, scale: Tensor, width: int, dtype: torch.dtype) -> Tensor: ...
+
+
+class Transfer:
+    """An `exchange` in two parts: it begins when this is made, and `finish` returns the rows. Other work may be done
+    between, while they travel.
+
+    packer: the rows of the first tensor [R, width], which its format must represent exactly, travel packed; their
+    gradients do not.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        send: list[int],
+        receive: list[int],
+        ranks: RankGroup,
+        packer: Packer | None = None,
+    ):
+        self.tensors, self.send, self.receive, self.ranks, self._packer = tensors, send, receive, ranks, packer
+        self._works: list[dist.Work] = []
+        outgoing = [tensor.detach() for tensor in tensors]
+        if packer is not None:
+            codes, scales = packer.pack(outgoing[0])
+            self._formats = codes.dtype, scales.dtype
+            outgoing[:1] = codes.view(torch.uint8), scales.view(torch.uint8)
+        self._incoming = [self._begin(rows) for rows in outgoing]
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait for the rows; differentiable."""
+        return _Exchange.apply(self, *self.tensors)
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """Wait for the rows; without gradients."""
+        for work in self._works:
+            work.wait()
+        if self._packer is None:
+            return tuple(self._incoming)
+        codes, scales = (bytes.view(kind) for bytes, kind in zip(self._incoming, self._formats, strict=False))
+        rows = self.tensors[0]
+        return self._packer.unpack(codes, scales, rows.shape[1], rows.dtype), *self._incoming[2:]
+
+    def _begin(self, rows: Tensor) -> Tensor:
+        out, work = _all_to_all(rows, self.send, self.receive, self.ranks)
+        self._works.append(work)
+        return out
 
 
 class _Exchange(torch.autograd.Function):
     """Exchanges several tensors in one autograd node, so that backward exchanges run in the same order on all ranks."""
 
     @staticmethod
-    def forward(ctx, send: list[int], receive: list[int], ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
-        return tuple(_all_to_all(tensor, send, receive, ranks) for tensor in tensors)
+    def forward(ctx, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.send, ctx.receive, ctx.ranks = transfer.send, transfer.receive, transfer.ranks
+        return transfer.arrived()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return None, None, None, *(_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads)
+        found = [_all_to_all(grad, ctx.receive, ctx.send, ctx.ranks) for grad in grads]
+        for _, work in found:
+            work.wait()
+        return None, *(grad for grad, _ in found)
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> Tensor:
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, dist.Work]:
+    """What is received, once the handle has been waited for."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group)
-    return out
+    return out, dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group, async_op=True)

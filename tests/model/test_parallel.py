@@ -276,6 +276,61 @@ def test_bf16() -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
 
 
+class Noted:
+    """A handle of a collective call that notes when it is waited for."""
+
+    def __init__(self, work: dist.Work, seen: list[str]):
+        self.work, self.seen = work, seen
+
+    def wait(self) -> None:
+        self.seen.append("wait")
+        self.work.wait()
+
+
+def in_fp8(rank: int, experts: RankGroup) -> tuple[list[Tensor], list[str]]:
+    """One MoE layer's output and the gradients of its input and router, with what travels in FP8; and what happens."""
+    layer: MoE = part_of(whole_model(), Parallel(experts)).layers[0].ffn
+    x = torch.randn(7 + rank, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    seen: list[str] = []
+    honest = dist.all_to_all_single
+
+    def noted(output: Tensor, rows: Tensor, *arguments, **options):
+        work = honest(output, rows, *arguments, **options)
+        seen.append(f"{str(rows.dtype).removeprefix('torch.')} {list(rows.shape[1:])}")
+        return None if work is None else Noted(work, seen)
+
+    layer.shared_experts.register_forward_pre_hook(lambda *_: seen.append("shared expert"))
+    dist.all_to_all_single = noted
+    try:
+        y, _ = layer(x, pack_of(tiny_config(), [len(x)]), fp8=True)
+        y.square().sum().backward()
+    finally:
+        dist.all_to_all_single = honest
+    return [y.detach(), x.grad, layer.gate.weight.grad], seen
+
+
+def split_in_fp8(rank: int) -> tuple[list[Tensor], list[str]]:
+    return in_fp8(rank, ranks_of(2))
+
+
+def test_fp8_travels_in_a_byte_a_value_while_the_shared_expert_runs() -> None:
+    """32 codes and one scale a row, and weight and expert of a row in fp32. Gradients travel as they are. The numbers
+    are those of one process, which rounds too.
+    """
+    forward = ["int64 [2]", "uint8 [32]", "uint8 [1]", "float32 [2]", "shared expert", *["wait"] * 3]
+    forward += ["float32 [32]", "wait"]
+    backward = ["float32 [32]", "wait", "float32 [32]", "float32 [2]", "wait", "wait"]
+    for rank, (found, seen) in enumerate(processes.run(2, split_in_fp8)):
+        expected, alone = in_fp8(rank, RankGroup())
+        assert seen == forward + backward and alone == ["shared expert"]
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **NOISE)
+        layer = whole_model().layers[0].ffn
+        x = torch.randn(7 + rank, 32, generator=torch.Generator().manual_seed(rank))
+        plain, _ = layer(x, pack_of(tiny_config(), [len(x)]))
+        assert 1e-3 < (plain - found[0]).norm() / plain.norm() < 0.05  # FP8 makes a difference, of 6 % a value at most
+
+
 ROWS, DIM = 9, 5  # over 4 ranks: 3, 3, 3 and none
 
 

@@ -15,6 +15,7 @@ from model import ForwardOptions
 from model.parallel.ranks import Parallel
 from tests import processes
 from tests.model.launches import Launches
+from tests.model.test_context_parallel import model_of, text
 from tests.model.test_losses import batch
 from tests.model.test_parallel import batches, part_of, ranks_of, totals_of, whole_model
 
@@ -132,6 +133,37 @@ def exchanges(rank: int, recompute: bool, keep_combined: bool) -> tuple[list[int
     forward, moved[:] = list(moved), []
     total.backward()
     return forward, list(moved), gradients(built)
+
+
+def calls_of_chunks(rank: int, recompute: bool) -> tuple[Counter[str], Counter[str]]:
+    """The collective calls of the forward and of the backward where two ranks hold a chunk each."""
+    layout = {"context": 2}
+    built = model_of(layout, {"recompute": recompute})
+    calls: Counter[str] = Counter()
+    for name in ("all_to_all_single", "all_gather_single", "reduce_scatter_single"):
+        honest = getattr(dist, name)
+        setattr(dist, name, lambda *a, name=name, honest=honest, **o: (calls.update([name]), honest(*a, **o))[1])
+    batch = text([[32]])
+    total = built.losses(**batch, denominators=model_of({}, {}).loss_denominators(**batch)).total
+    forward = Counter(calls)
+    calls.clear()
+    total.backward()
+    return forward, Counter(calls)
+
+
+@pytest.mark.distributed
+def test_entries_are_not_gathered_again() -> None:
+    """Two Full layers gather once, in the forward. Recomputation adds the exchanges of the halo: one in each of 6
+    layers, and one for the open groups of the layer that compresses two tokens.
+    """
+    for (_, plain), (forward, backward) in zip(
+        processes.run(2, calls_of_chunks, False), processes.run(2, calls_of_chunks, True), strict=True
+    ):
+        assert forward["all_gather_single"] == 2 and backward["all_gather_single"] == 0
+        assert backward["reduce_scatter_single"] == plain["reduce_scatter_single"] == 2
+        halo = backward["all_to_all_single"] - plain["all_to_all_single"]
+        assert halo == forward["all_to_all_single"] == plain["all_to_all_single"]
+        assert halo >= 6 + 1
 
 
 @pytest.mark.distributed

@@ -52,10 +52,13 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
     width = 2 if layout.precision == "bf16" else FP32
-    out, back = text.hidden_size * width + 2 * FP32, text.hidden_size * width
+    back = text.hidden_size * width
+    out = back + 2 * FP32
+    if config.runtime.dispatch == "fp8":  # a byte a value, and a scale for 32
+        out = text.hidden_size + -(-text.hidden_size // 32) + 2 * FP32
     row = out + back
     if job.drafter is None:
-        row *= 2
+        row += 2 * back + 2 * FP32
         if config.runtime.recompute:
             row += out + back * (not keeps_combined(config))
     row *= text.num_experts_per_tok

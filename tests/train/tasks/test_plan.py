@@ -182,6 +182,8 @@ def test_traffic_of_the_all_to_alls(make_config) -> None:
     assert again["all-to-all, experts"] == 1.5 * sent["all-to-all, experts"]
     kept = plan(_layout(make_config(recomputed[0]), 4, 2, 4)).traffic
     assert again["all-to-all, experts"] - kept["all-to-all, experts"] == 64 * 6 * 2 * 32 * 4 / 2
+    fp8 = plan(_layout(make_config("runtime.dispatch=fp8"), 4, 2, 4)).traffic
+    assert sent["all-to-all, experts"] - fp8["all-to-all, experts"] == 64 * 6 * 2 * (32 * 4 - 32 - 1) / 2
 
 
 def test_streams_in_bf16_take_half_and_offloaded_ones_lie_on_the_host(make_config) -> None:
