@@ -232,7 +232,7 @@ def test_a_run_keeps_the_adapter_alone_and_exports_it_merged(make, base: Path) -
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "valid"]
     assert losses[-1] < losses[0]
-    with pytest.raises(ConfigError, match="holds an adapter"):
+    with pytest.raises(ConfigError, match="holds only an adapter"):
         make(f"init_from={whole}")
     with pytest.raises(ValueError, match="has already been merged into .*export"):
         convert_with(whole / "adapter", whole / "export", whole / "twice", "bf16")
