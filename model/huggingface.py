@@ -19,6 +19,7 @@ import re
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -44,11 +45,14 @@ from model.checkpoint.names import COMPANIONS, SCALES, own_state
 from model.checkpoint.released import INDEX, is_quantised, read_headers
 from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
+from model.dispatch import load_where_it_fits
 from model.dspark import Drafter, load_drafter
 from model.engram import build_token_map
+from model.huggingface_counts import KEY as STEP_COUNTS
+from model.huggingface_counts import denominators_of
 from model.huggingface_speculation import continued, hindrances
 from model.layout import SequenceLayout
-from model.training_losses import count_denominators, training_losses
+from model.training_losses import LossDenominators, count_denominators, training_losses
 
 PREFILL_TOKENS = 4096  # number of prompt tokens in one forward pass
 _OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}
@@ -171,6 +175,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
+    hf_device_map: dict[str, int | str]  # set if weights are offloaded: where each part is
     # For peft: renames the weights of an adapter that was trained on the bare `DeepseekV41`.
     _checkpoint_conversion_mapping = {r"^(?!model\.)": "model."}
 
@@ -224,6 +229,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: Any = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        offload_folder: str | Path | None = None,
         runtime: ForwardOptions | None = None,
         training_losses: Literal["full", "lm"] = "full",
         drafter: bool = True,
@@ -232,10 +239,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """Load a model in evaluation mode from a folder in the released layout, or from the hub.
 
         dtype: the dtype of the matrices; None or "auto" keeps the dtype of the folder (quantised weights become bf16).
-        device_map: one device, {"": device} or "auto". training_losses: see the class. drafter: whether to load the
-        drafter if the folder has one. config: a configuration to use instead of the folder's config.json; raises
-        ValueError if it describes another model. Also raises the errors of `model.load_pretrained`, and TypeError for
-        an option that this model does not support.
+        device_map: one device, {"": device} or "auto". With "auto", weights that do not fit on the first device of
+        max_memory stay elsewhere until they are used, if need be on disk in offload_folder (`model/dispatch.py`), and
+        the model cannot be trained. max_memory: bytes, or texts like "10GiB", by GPU number and for "cpu"; None: the
+        memory that is free. training_losses: see the class. drafter: whether to load the drafter if the folder has one.
+        config: a configuration to use instead of the folder's config.json; raises ValueError if it describes another
+        model. Also raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not
+        support.
         """
         folder = _local(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
@@ -245,11 +255,17 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if config.to_model_config() != own.to_model_config():
             raise ValueError(f"the configuration given is not the one in {folder}; change it there")
         dtype = _dtype(dtype if dtype is not None else torch_dtype, own)
-        core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
+        places: dict[str, int | str] = {}
+        if device_map == "auto":
+            core, places = load_where_it_fits(folder, dtype, max_memory, offload_folder, runtime)
+        else:
+            core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
         config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
         drafts = drafter and any(name.startswith("mtp.") for name in read_headers(folder))
         model = cls(config, core, drafter=load_drafter(folder, core) if drafts else None)
         model.training_losses = training_losses
+        if len(places) > 1:
+            model.hf_device_map = {f"model.{name}".rstrip("."): place for name, place in places.items()}
         model.companions = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
         if "generation_config.json" in model.companions:
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -277,6 +293,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("save_pretrained: push_to_hub and variant are not supported for this model")
         if not is_main_process:
             return
+        if hasattr(self, "hf_device_map"):
+            raise ValueError("save_pretrained: the weights are offloaded; load the model without device_map='auto'")
         own = {name: tensor.data_ptr() for name, tensor in self.state_dict().items()}
         if any(own.get(name) != tensor.data_ptr() for name, tensor in (state_dict or {}).items()):
             raise ValueError("save_pretrained: the model's own weights are written; load the state_dict into it first")
@@ -313,6 +331,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         decoding: Decoding | None = None,
         use_cache: bool | None = None,
+        step_counts: Tensor | None = None,
         **others: Any,
     ) -> DeepseekV41Output | tuple:
         """Run the model. The arguments are as in `DeepseekV41.forward`; padding may be on the left or on the right.
@@ -321,7 +340,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         `num_items_in_batch` (the number of targets in all micro-batches of a step), the sum over targets divided by it,
         so that the losses of micro-batches add up. In training mode, `training_losses` may add further losses.
         position_ids that restart at 0 within a row mark packed documents. decoding: the cache of a `generate` call, see
-        `Decoding`. use_cache has no effect: a forward pass over whole sequences keeps no cache.
+        `Decoding`. step_counts: added to a batch by `count_whole_steps`. use_cache has no effect: a forward pass over
+        whole sequences keeps no cache.
         """
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
@@ -329,7 +349,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         want_streams = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if self._trains_fully():
-            result = self._training_pass(batch, images, labels, num_items_in_batch, logits_to_keep, bool(want_streams))
+            counts = denominators_of(step_counts, labels)
+            result = self._training_pass(
+                batch, images, labels, num_items_in_batch, logits_to_keep, bool(want_streams), counts
+            )
             return result.to_tuple() if return_dict is False else result
         out = self.model(
             **batch,
@@ -357,6 +380,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if not (self.training and torch.is_grad_enabled()):
             return False
+        if hasattr(self, "hf_device_map"):
+            raise ValueError("offloaded weights cannot be trained; load the model without device_map='auto'")
         if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
             raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
         if self.training_losses == "lm":
@@ -377,27 +402,34 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         num_items: Tensor | int | None,
         logits_to_keep: int,
         keep_streams: bool,
+        step: LossDenominators | None,
     ) -> DeepseekV41Output:
         """The logits and, if labels are given, the loss including the losses that `training_losses` adds."""
-        layout, trace, added = self._pass(batch, images, labels, keep_streams)
+        layout, trace, added = self._pass(batch, images, labels, keep_streams, step)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if keep_streams else None
         logits = self.model.head(trace.hidden)
         if labels is None:
-            logits = _AddToGradient.apply(logits, added / self._passes_of_step)
+            logits = _AddToGradient.apply(logits, added * self._weight_of_pass(step))
             return DeepseekV41Output(logits=layout.unflatten(logits)[:, -logits_to_keep:], hidden_states=streams)
         targets = layout.targets(labels)
         count = (targets >= 0).sum()
         total = count.clamp(min=1) if num_items is None else num_items
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
-        share = 1 if num_items is None else count / num_items
+        share = 1 if num_items is None or step is not None else count / num_items
         logits = layout.unflatten(logits.detach())[:, -logits_to_keep:]
         return DeepseekV41Output(loss=loss + added * share, logits=logits, hidden_states=streams)
 
     def _pass(
-        self, batch: dict[str, Any], images: dict[str, Any], labels: Tensor | None, keep_streams: bool = False
+        self,
+        batch: dict[str, Any],
+        images: dict[str, Any],
+        labels: Tensor | None,
+        keep_streams: bool = False,
+        step: LossDenominators | None = None,
     ) -> tuple[SequenceLayout, BackboneOutput, Tensor]:
         """Run one forward pass in training mode. Returns the layout, the backbone's output, and the 0-d weighted sum of
-        the added losses. Indexers are trained on the supervised tokens, or on all tokens if there are no labels.
+        the added losses, divided by the counts of the step, or of this micro-batch if those are not known. Indexers are
+        trained on the supervised tokens, or on all tokens if there are no labels.
         """
         model, types = self.model, batch["vision_token_types"]
         layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
@@ -414,13 +446,31 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             [(trace.blocks[source].indexer_loss_inputs, mass) for source, mass in trace.attention_mass.items()],
             layout,
             model.loss_weights,
-            count_denominators(model.config.text, layout, supervised),
+            step or count_denominators(model.config.text, layout, supervised),
             model.runtime.train_indexer and indexed,
         )
         self._load = losses.expert_load if self._load is None else self._load + losses.expert_load
         self._passes += 1
         _TRAINED.add(self)
         return layout, trace, losses.total
+
+    def denominators(self, labels: Tensor | None = None, **given: Any) -> Tensor:
+        """What a micro-batch adds to the counts of its step (see `huggingface_counts.py`), computed without a forward
+        pass: int64 [2, 2 + index sources], on the CPU. Arguments as in `forward`.
+        """
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        batch = _batch(ids, mask, positions, given.get("seq_lens"), given.get("vision_token_types"), {})
+        text = self.config.to_model_config().text
+        layout = self.model.lay_out(**batch)
+        every = torch.ones(layout.tokens, dtype=torch.bool, device=ids.device)
+        taught = every if labels is None else layout.targets(labels) >= 0
+        return torch.stack([count_denominators(text, layout, some).to_tensor() for some in (taught, every)]).cpu()
+
+    def _weight_of_pass(self, step: LossDenominators | None) -> float:
+        """What the added losses are multiplied by where they only enter the gradient, which DDP averages."""
+        if step is None:
+            return 1 / self._passes_of_step
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1.0
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -566,8 +616,9 @@ class Backbone:
         batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         if owner._trains_fully():
-            layout, trace, added = owner._pass(batch, images, None)
-            hidden = _AddToGradient.apply(trace.hidden, added / owner._passes_of_step)
+            step = denominators_of(others.get(STEP_COUNTS), None)
+            layout, trace, added = owner._pass(batch, images, None, step=step)
+            hidden = _AddToGradient.apply(trace.hidden, added * owner._weight_of_pass(step))
         else:
             mask, types = batch["attention_mask"], vision_token_types
             layout = model.lay_out(input_ids, None, mask, batch.get("seq_lens"), types)
@@ -676,6 +727,7 @@ _IGNORED = {
     "attn_implementation",
     "code_revision",
     "ignore_mismatched_sizes",
+    "offload_state_dict",
     "low_cpu_mem_usage",
     "trust_remote_code",
     "use_safetensors",
@@ -722,12 +774,10 @@ def _dtype(wanted: torch.dtype | str | None, config: DeepseekV41Config) -> torch
 def _device(device_map: Any) -> torch.device:
     if isinstance(device_map, dict) and set(device_map) == {""}:
         device_map = device_map[""]
-    if device_map in (None, "auto"):
-        return torch.device("cuda" if device_map and torch.cuda.is_available() else "cpu")
+    if device_map is None:
+        return torch.device("cpu")
     if not isinstance(device_map, (str, int, torch.device)):
-        raise ValueError(
-            f"device_map={device_map!r}: the model can only be loaded onto one device; give the name of one device"
-        )
+        raise ValueError(f"device_map={device_map!r}: must be one device or 'auto'")
     return torch.device(device_map)
 
 

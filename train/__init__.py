@@ -10,6 +10,7 @@ subpackages. Each module or subpackage imports only those listed above it:
     distributed                 the processes of a run, sums over them, and DeepSpeed
     lora, param_groups          LoRA adapters; the table that assigns an optimizer method to every parameter
     answers                     conversations whose answers a drafter's model has generated itself
+    report_optimizer            the report's optimizer for the trainers of transformers and TRL
     build                       builds all objects of a run (``Run``) from the configuration
     logging, signals            log lines, metrics and plots; the signals that stop a run
     evaluation                  held-out loss, exact match, recall of the indexers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from model.count import least_parameters
 from model.engram import build_token_map
 from model.packed import held_bytes
 from model.parallel.ranks import RankGroup, rows_here
-from optim import Optimizer, ParameterPlacement, assign
+from optim import Optimizer, ParameterPlacement
 from optim.ownership import RowGroups
 from train.answers import own_answers
 from train.checkpoint import run_state
@@ -37,7 +36,14 @@ from train.config.schema import Config
 from train.distributed.dense import shard_dense
 from train.distributed.engine import Engine
 from train.distributed.world import World, axis_group, pick_device, settle_precision
-from train.param_groups import adamw_drafter_rules, adamw_rules, adapter_rules, drafter_rules, report_rules
+from train.param_groups import (
+    adamw_drafter_rules,
+    adamw_rules,
+    adapter_rules,
+    drafter_rules,
+    groups_of,
+    report_rules,
+)
 
 Batch = dict[str, torch.Tensor]
 
@@ -385,13 +391,9 @@ def build_optimizer(
         )
     else:
         rules = adamw_rules(model_config, engram_lr_factor=optim.engram_lr_factor)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    rules = [
-        dataclasses.replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules
-    ]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     places = None if world is None or world.size == 1 else {name: placement_of(p, world) for name, p in trained}
-    return Optimizer(assign(trained, rules), optim.settings, places)
+    return Optimizer(groups_of(model, rules), optim.settings, places)
 
 
 def placement_of(parameter: torch.nn.Parameter, world: World) -> ParameterPlacement:

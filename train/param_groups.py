@@ -13,12 +13,16 @@ trained by AdamW.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from torch import nn
+
 from model import ModelConfig
-from optim import Rule
+from optim import Group, Rule, assign
 from train.lora.targets import BLOCK, LAYER
 
 WEIGHT_DECAY = 0.1
@@ -27,6 +31,15 @@ VISION_SCHEDULE = (
 )
 
 STAGE = r"mtp\.\d+\."
+
+
+def groups_of(model: nn.Module, rules: Sequence[Rule]) -> list[Group]:
+    """Assign the trained parameters of a model to rules; a rule need not match any if it matches a frozen parameter.
+    Raises ValueError for a parameter without a rule and for a rule without a parameter.
+    """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    rules = [replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules]
+    return assign([(name, p) for name, p in model.named_parameters() if p.requires_grad], rules)
 
 
 def report_rules(

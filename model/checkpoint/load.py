@@ -7,7 +7,7 @@ scales of one tensor. If the model is split over processes, each process reads i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,21 +57,32 @@ def load_pretrained(
     """
     folder = Path(folder)
     config = ModelConfig.load(folder)
-    token_map = None
-    if config.text.engram_layer_ids:
-        token_map = build_token_map(_tokenizer(folder))
+    token_map = read_token_map(folder, config)
     kinds = parameter_packing if packed and is_quantised(config.to_dict()) else never_packed
     model = allocate_model(config, runtime, token_map, device, dtype, parallel, packing_of=kinds)
     load_weights(model, folder)
     return model
 
 
+def read_token_map(folder: Path, config: ModelConfig) -> torch.Tensor | None:
+    """The Engram token map that a folder's tokenizer gives, see `build_token_map`; None without Engram layers. Raises
+    FileNotFoundError or ValueError if the tokenizer cannot be read.
+    """
+    return build_token_map(_tokenizer(folder)) if config.text.engram_layer_ids else None
+
+
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorShard] = ()) -> None:
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    beside: Sequence[TensorShard] = (),
+    done: Callable[[int], None] = lambda size: None,
+) -> None:
     """Copy the tensors of a folder into `model` (a model or a drafter), block by block; a process that holds a part of
     the model reads only its own experts and rows. Nothing is copied unless all names, shapes and dtypes agree.
     `beside`: tensors that the folder must contain besides those of `model`. The scales of quantised weights are kept in
-    `model.released_scales` (at most 1 byte for 32 entries).
+    `model.released_scales` (at most 1 byte for 32 entries). `done` is called with the bytes of each block after it was
+    copied.
     """
     held = list(released_tensors(model))
     targets = {part.name: part for part in held if part.tensor is not None}
@@ -85,6 +96,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
             part = targets[source.name]
             if isinstance(part.tensor, PackedWeight):
                 _copy_stored(part.tensor, source)
+                done(part.tensor.packed_bytes)
                 continue
             row = source.start
             for block in source.blocks():
@@ -92,6 +104,7 @@ def load_weights(model: nn.Module, folder: str | Path, beside: Sequence[TensorSh
                 if low < high:  # some rows of a tile may belong to other processes
                     part.tensor[low - part.start : high - part.start].copy_(block[low - row : high - row])
                 row += len(block)
+                done(block.nbytes)
     model.released_scales = released_scales  # type: ignore[assignment]
 
 

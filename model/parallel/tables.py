@@ -35,8 +35,8 @@ class Lookup(NamedTuple):
         return self._replace(work=None)
 
     def rows(self) -> Tensor:
-        """[*places.shape, dim]."""
-        return F.embedding(self.places, self.values)
+        """[*places.shape, dim], on the device of `places`. The table may be on another device."""
+        return F.embedding(self.places.to(self.values.device), self.values).to(self.places.device)
 
 
 class Table(nn.Embedding, Watched):

@@ -31,11 +31,16 @@ SIZES = {"hidden_size": 512, "moe_intermediate_size": 1024, "n_routed_experts": 
 TARGETS = ["attention", "shared_experts", "experts"]
 
 
-def write(folder: Path) -> None:
-    """The checkpoint that both ways begin from."""
+def sizes() -> dict:
+    """The configuration of the model."""
     raw = yaml.safe_load((ROOT / "conf/model/bench.yaml").read_text())
     raw["text_config"] |= SIZES
-    save_pretrained(build_model(ModelConfig.from_dict(raw)), folder, format="released")
+    return raw
+
+
+def write(folder: Path) -> None:
+    """The checkpoint that both ways begin from."""
+    save_pretrained(build_model(ModelConfig.from_dict(sizes())), folder, format="released")
 
 
 class Peak:

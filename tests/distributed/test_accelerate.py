@@ -33,11 +33,15 @@ sys.path.insert(0, "tests/model")
 from tiny import tiny_model, tokens
 from transformers import Trainer, TrainingArguments
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
+from model.huggingface_counts import count_whole_steps
 
 class Rows(torch.utils.data.Dataset):
     ids = tokens(16, 16)
     def __len__(self): return len(self.ids)
-    def __getitem__(self, row): return dict(input_ids=self.ids[row], labels=self.ids[row])
+    def __getitem__(self, row):  # unequal numbers of tokens and of targets
+        labels, mask = self.ids[row].clone(), (torch.arange(16) < 16 - row % 4 * 4).long()
+        labels[: row % 3 * 2] = -100
+        return dict(input_ids=self.ids[row], labels=labels.masked_fill(mask == 0, -100), attention_mask=mask)
 
 core = tiny_model()
 model = DeepseekV41ForCausalLM(DeepseekV41Config(**core.config.to_dict()), core)
@@ -49,6 +53,7 @@ arguments = TrainingArguments(
     train_sampling_strategy="sequential", ddp_find_unused_parameters=True,
 )
 trainer = Trainer(model, arguments, train_dataset=Rows())
+count_whole_steps(trainer)
 trainer.train()
 if trainer.is_world_process_zero():
     torch.save(core.state_dict(), f"{sys.argv[1]}/{processes}.pt")

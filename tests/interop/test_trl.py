@@ -20,6 +20,7 @@ from data.tokenizer import train_tokenizer
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, build_model, load_pretrained, save_pretrained
 from model.huggingface import DeepseekV41ForCausalLM
+from model.huggingface_counts import count_whole_steps
 from train.config.dpo import DpoConfig
 from train.dpo.objective import PreferenceObjective
 from train.rl.reference import log_probs_under
@@ -81,12 +82,10 @@ def arguments(kind: type, folder: Path, **options):
         bf16=False,
         report_to=[],
         disable_tqdm=True,
-        max_steps=2,
-        learning_rate=1e-2,
         logging_steps=1,
         save_strategy="no",
         gradient_checkpointing=False,
-        **{"per_device_train_batch_size": 2, **options},
+        **{"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, **options},
     )
 
 
@@ -195,6 +194,137 @@ def test_grpo(folder, tmp_path) -> None:
         train_dataset=datasets.Dataset.from_list(rows),
     )
     check_trained(trainer, folder)
+
+
+def watched(trainer, formula) -> list[tuple[float, float]]:
+    """Train; returns for every forward pass what the trainer reports and what the formula gives for the same batch and
+    weights. The formula is computed from plain passes, row by row.
+    """
+    found = []
+    reported = trainer.compute_loss
+
+    def compared(model, inputs, *args, **options):
+        core = trainer.accelerator.unwrap_model(model).model
+        given = {key: value.clone() if torch.is_tensor(value) else value for key, value in inputs.items()}
+        with torch.no_grad():
+            expected = float(formula(core, given))
+        loss = reported(model, inputs, *args, **options)
+        found.append((float(loss.detach()), expected))
+        return loss
+
+    trainer.compute_loss = compared
+    trainer.train()
+    return found
+
+
+def log_probs(core, ids, mask) -> torch.Tensor:
+    """Of each token but the first, [B, S - 1]; 0 where the token is padding (which may stand on either side)."""
+    found = torch.zeros(ids.shape[0], ids.shape[1] - 1)
+    for row, (tokens, real) in enumerate(zip(ids, mask.bool(), strict=True)):
+        logits = core(input_ids=tokens[real][None]).logits[0, :-1].log_softmax(-1)
+        at = real.nonzero().flatten()[1:] - 1
+        found[row, at] = logits.gather(-1, tokens[real][1:, None])[:, 0]
+    return found
+
+
+def test_dpo_has_the_loss_of_its_formula(folder, tmp_path) -> None:
+    """-log sigmoid(beta (log-ratio of the chosen answer - that of the rejected one)), the ratios to the first model."""
+    rows = [
+        {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": "No, never at all."}]}
+        for question, answer in turns(8)
+    ]
+    reference = load_pretrained(folder)
+    trainer = trl.DPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+        args=arguments(trl.DPOConfig, tmp_path, beta=0.5, max_steps=3),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+    def formula(core, batch) -> torch.Tensor:
+        ids, mask, answer = batch["input_ids"], batch["attention_mask"], batch["completion_mask"][:, 1:]
+        sums = [(log_probs(m, ids, mask) * answer).sum(1) for m in (core, reference)]
+        chosen, rejected = (sums[0] - sums[1]).chunk(2)
+        return -torch.nn.functional.logsigmoid(0.5 * (chosen - rejected)).mean()
+
+    found = watched(trainer, formula)
+    assert len(found) == 3 and abs(found[0][0] - 0.6931) < 1e-4
+    assert abs(found[-1][0] - 0.6931) > 1e-3, "the model has moved"
+    for ours, direct in found:
+        assert abs(ours - direct) < 1e-3, found  # sums of dozens of log-probabilities; the KV is rounded
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_grpo_has_the_loss_of_its_formula(folder, tmp_path, loss: str) -> None:
+    """The clipped ratio to the policy that wrote the answers, times the advantage: per answer, then over answers; or
+    over all tokens. The second of two steps on the same answers is off the policy.
+    """
+    rows = [{"prompt": [question]} for question, _ in turns(8)]
+    options = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=8, beta=0.0)
+    args = arguments(trl.GRPOConfig, tmp_path, **options, num_iterations=2, loss_type=loss, max_steps=4)
+    trainer = trl.GRPOTrainer(
+        str(folder),
+        reward_funcs=lambda completions, **_: [float(len(str(c)) % 5) for c in completions],
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+    )
+
+    def formula(core, batch) -> torch.Tensor:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        answer, width = batch["completion_mask"], batch["completion_ids"].shape[1]
+        now = log_probs(core, ids, mask)[:, -width:]
+        ratio = (now - batch["old_per_token_logps"]).exp()
+        advantage = batch["advantages"][:, None]
+        each = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) * answer
+        if loss == "grpo":
+            return (each.sum(1) / answer.sum(1)).mean()
+        return each.sum() / answer.sum()
+
+    found = watched(trainer, formula)
+    assert len(found) == 4 and any(abs(ours) > 1e-3 for ours, _ in found)
+    for ours, direct in found:
+        assert abs(ours - direct) < 1e-3, found
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_whole_counts_under_trl(folder, tmp_path, kind: str) -> None:
+    """The gradient of the added losses over accumulated, unequal micro-batches is that of one batch of all of them."""
+    found = {}
+    data = [
+        {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": "No. " * (1 + 9 * n)}]}
+        for n, (question, answer) in enumerate(turns(4))
+    ]
+    texts = [{"messages": messages} for messages in turns(3)] + [
+        {"messages": [turns(1)[0][0], {"role": "assistant", "content": "It is. " * 30}]}
+    ]
+    for name, size in (("whole", 4), ("parts", 1)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        for part, parameter in model.named_parameters():  # what the losses that are added alone train
+            parameter.requires_grad_(".indexer." in part)
+        options = dict(
+            max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, optim="sgd"
+        )
+        more = dict(max_grad_norm=0.0, learning_rate=1.0, seed=0, lr_scheduler_type="constant", **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        if kind == "dpo":
+            args = arguments(trl.DPOConfig, tmp_path, **more)
+            trainer = trl.DPOTrainer(
+                model, args=args, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer
+            )
+        else:
+            args = arguments(trl.SFTConfig, tmp_path, **more)
+            trainer = trl.SFTTrainer(
+                model, args=args, train_dataset=datasets.Dataset.from_list(texts), processing_class=tokenizer
+            )
+        count_whole_steps(trainer)
+        trainer.train()
+        before = load_pretrained(folder).state_dict()
+        found[name] = {n: t - before[n] for n, t in model.model.state_dict().items() if ".indexer." in n}
+    for part, change in found["whole"].items():
+        scale = change.abs().max()
+        assert (found["parts"][part] - change).abs().max() <= 0.02 * scale + 1e-7, part
+    assert max(float(change.abs().max()) for change in found["whole"].values()) > 1e-6
 
 
 def test_a_trained_model_is_exported_in_the_released_layout(folder, tmp_path) -> None:
