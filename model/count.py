@@ -225,9 +225,7 @@ def _matrix_flops(model: nn.Module) -> dict[str, float]:
 
 
 def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
-    """The mean, over the positions of a document, of the number of entries visible at a position, but at most
-    `most`.
-    """
+    """The mean over the positions of a document of min(visible entries, `most`)."""
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
 

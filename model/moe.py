@@ -265,8 +265,9 @@ def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Ten
     """The sequence-level balance loss, summed over layers and tokens: for each layer, the sum over documents of length
     * sum_e f_e P_e (as in DeepSeek-V3).
 
-    f_e is E/(k*T) * count_e and P_e is the mean over the document of score_e / sum_e score_e. A document is weighted by
-    its length, which is our choice, so that packing does not change the loss of a text. The result is 0-d fp32, and
+    f_e is E/(k*T) * count_e and P_e is the mean over the document of score_e / sum_e score_e. The balance
+    loss of a document is weighted by its length, so that packing documents into rows does not change it; the report
+    leaves this weight open. The result is 0-d fp32, and
     only P has a gradient. Under context parallelism, counts are summed over the ranks that share a document, and the
     loss is that of this rank's tokens.
     """

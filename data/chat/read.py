@@ -419,9 +419,9 @@ def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]
 
 
 def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with an id for every tool call and every tool result. A tool call without an id gets its number as
-    its id. A tool result without an id gets the id of the next tool call that had none; if the result names a function,
-    only calls of that function count.
+    """Return the messages, with an id added to every tool call and tool result that has none. A tool call without an
+    id gets its number as its id. A tool result without an id gets the id of the next tool call that had none; if the
+    result names a function, only calls of that function count.
     """
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, Any]] = []  # the ids given here to tool calls, and the functions they call

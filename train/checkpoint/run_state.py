@@ -342,7 +342,7 @@ def _scale_tensors(model: torch.nn.Module) -> dict[str, ShardedTensor]:
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield name, optimizer method and parameter of every parameter in the optimizer."""
+    """Yield (name, method such as muon or adamw, tensor) of every parameter in the optimizer."""
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield name, group["method"], parameter

@@ -62,7 +62,9 @@ def summarise(
 
 
 def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """Decide whether a claim holds. Returns its fields, the differences (``arm`` minus ``than``) and the verdict."""
+    """Decide whether a claim holds. Returns the fields of the claim, for each seed the measure of the arm ``arm`` minus
+    that of the arm ``than``, and the verdict.
+    """
     pairs = [(runs[claim.arm][seed][claim.measure], runs[claim.than][seed][claim.measure]) for seed in runs[claim.arm]]
     deltas = [a - b for a, b in pairs]
     sign = 1 if claim.should_be == "higher" else -1

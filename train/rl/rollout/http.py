@@ -1,7 +1,7 @@
 """Generates responses on inference servers (vLLM, SGLang) while this process trains.
 
-Every process sends its own requests to all servers and stores the tokens as they arrive. When the weights change, all
-processes interrupt their requests by closing the connections. Together they write the new weights as a checkpoint
+Every process spreads its own requests over all servers and stores the tokens as they arrive. When the weights change,
+all processes interrupt their requests by closing the connections. Together they write the new weights as a checkpoint
 folder, which servers and processes must see under the same path, and rank 0 tells the servers to load it. Then each
 process requests the rest of its responses, with the tokens so far appended to the prompt. In the same way a response
 continues on another server after a failure, and a resumed run continues the responses of its checkpoint.
