@@ -31,28 +31,32 @@ from train.distributed.launchers import run_to_the_end
 from train.distributed.world import World, axis_group, rank_mesh
 from train.loop import train_step
 from train.planning.resources import plan
-from train.planning.traffic import GATHERED, OWNED, SUMMED
+from train.planning.traffic import ENTRIES, GATHERED, HALO, OWNED, SUMMED
 
 RANKS = 2
-SEEN = ("all-to-all", "head gathered", GATHERED, SUMMED, OWNED)  # what `Sent` counts: not what DeepSpeed sends
-# name: parallel.expert_parallel, parallel.table_shards, parallel.shard_embeddings, parallel.dense_shards
+SEEN = ("all-to-all", "head gathered", GATHERED, OWNED, SUMMED, ENTRIES, HALO)  # what `Sent` counts: no all-reduce
+# name: parallel.expert_parallel, table_shards, shard_embeddings, dense_shards, context_parallel
 LAYOUTS = {
-    "experts over 2": (2, 1, False, 1),
-    "Engram tables over 2": (1, 2, False, 1),
-    "dense matrices over 2": (1, 1, False, 2),
-    "experts, tables, embedding and head over 2": (2, 2, True, 1),
+    "experts over 2": (2, 1, False, 1, 1),
+    "Engram tables over 2": (1, 2, False, 1, 1),
+    "dense matrices over 2": (1, 1, False, 2, 1),
+    "rows over 2": (1, 1, False, 1, 2),
+    "experts, tables, embedding and head over 2": (2, 2, True, 1, 1),
+    "experts and rows over 2": (2, 1, False, 1, 2),
 }
+SENT = "sent by the model and to owners"
 MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched", "string", "textwrap", "token")
 
 
 def configure(folder: Path, layout: str) -> Config:
-    experts, tables, embeddings, dense = LAYOUTS[layout]
+    experts, tables, embeddings, dense, context = LAYOUTS[layout]
     given = [
         "task=plan", "plan.load_factor=1.0", "model=tiny", "optim=report",
-        "task.seq_len=64", "task.micro_batch=4", "task.global_batch_rows=8",
+        "task.seq_len=64", f"task.micro_batch={1 if context > 1 else 4}", "task.global_batch_rows=8",
         "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={RANKS}",
         f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
         f"parallel.shard_embeddings={str(embeddings).lower()}", f"parallel.dense_shards={dense}",
+        f"parallel.context_parallel={context}",
         "data.source=text", f"data.paths=[{folder}/text]", f"data.validation_paths=[{folder}/text/token.txt]",
         f"data.cache_dir={folder}/cache", "data.vocab_size=512",
     ]  # fmt: skip
@@ -62,8 +66,8 @@ def configure(folder: Path, layout: str) -> Config:
 
 def parallel_of(layout: str, split: RankGroup) -> Parallel:
     """How a layout spreads the model over the two processes."""
-    experts, tables, embeddings, dense = (split if n > 1 else RankGroup() for n in LAYOUTS[layout])
-    return Parallel(experts, tables, LAYOUTS[layout][2], dense=dense)
+    experts, tables, _, dense, context = (split if n > 1 else RankGroup() for n in LAYOUTS[layout])
+    return Parallel(experts, tables, LAYOUTS[layout][2], dense=dense, context=context)
 
 
 class Sent:
@@ -111,7 +115,7 @@ def measure(config: Config, world: World) -> dict[str, float]:
         train_step(run, step, 0, 0)
     for method in ("muon", "sinkhorn", "adamw"):
         held[f"optimizer state, {method}"] = _state_bytes(run, method)
-    return held | {"sent by the model and to owners": sent.bytes, "remote share": _remote_share(run, step)}
+    return held | {SENT: sent.bytes, "remote share": _remote_share(run, step)}
 
 
 def _remote_share(run: Run, step: list[dict]) -> float:
@@ -147,7 +151,9 @@ def rank_main(folder: Path) -> None:
 
 
 def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
-    """Start the processes; by layout, what is planned and what was measured on the rank with most optimizer state."""
+    """Start the processes; by layout, what is planned and what was measured: memory on the rank with most optimizer
+    state, bytes sent as the mean over ranks.
+    """
     (folder / "text").mkdir(parents=True)
     for name in MODULES:
         text = Path(os.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
@@ -160,9 +166,12 @@ def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]
         p = plan(configure(folder, layout))
         terms = {"weights": sum(p.weights.values()), "gradients": sum(p.gradients.values())}
         terms |= {f"optimizer state, {method}": size for method, size in p.state.items()}
-        terms["sent by the model and to owners"] = sum(p.traffic[kind] for kind in p.traffic if kind.startswith(SEEN))
+        terms[SENT] = sum(p.traffic[kind] for kind in p.traffic if kind.startswith(SEEN))
         state = [sum(held[term] for term in held if term.startswith("optimizer state")) for held in ranks]
-        both[layout] = terms, ranks[state.index(max(state))]
+        measured = dict(ranks[state.index(max(state))])
+        for term in (SENT, "remote share"):  # ranks differ in what they send, and the plan is about their mean
+            measured[term] = sum(held[term] for held in ranks) / RANKS
+        both[layout] = terms, measured
     return both
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.bench_plan import compare
+from tests.bench.bench_plan import SENT, compare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -17,24 +17,25 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_memory_is_what_two_processes_hold(both: dict) -> None:
-    """Issue: parameter and optimizer memory within 2 %."""
+    """Parameter, gradient and optimizer memory within 1 %."""
     for layout, (planned, measured) in both.items():
         for term in planned:
             if not term.startswith("sent"):
-                assert planned[term] == pytest.approx(measured[term], rel=0.02), f"{layout}: {term}"
-    weights = [planned["weights"] for planned, _ in both.values()]
-    assert len(set(weights)) == len(weights), "the layouts do not differ"
+                assert planned[term] == pytest.approx(measured[term], rel=0.01), f"{layout}: {term}"
+    weights = {layout: planned["weights"] for layout, (planned, _) in both.items() if "rows" not in layout}
+    assert len(set(weights.values())) == len(weights), "the layouts do not differ"
 
 
 def test_bytes_sent(both: dict) -> None:
     """The plan supposes even routing, and lookups of as many different rows as possible."""
     planned, measured = both["experts over 2"]
-    sent = "sent by the model and to owners"
     assert 0 < measured["remote share"] < 1
-    assert measured[sent] == pytest.approx(planned[sent] * 2 * measured["remote share"], rel=0.01)
+    assert measured[SENT] == pytest.approx(planned[SENT] * 2 * measured["remote share"], rel=0.01)
     planned, measured = both["Engram tables over 2"]
-    assert 0.3 * planned[sent] < measured[sent] < planned[sent]
-    planned, measured = both["dense matrices over 2"]
-    assert measured[sent] == pytest.approx(planned[sent], rel=0.1)
-    planned, measured = both["experts, tables, embedding and head over 2"]
-    assert measured[sent] == pytest.approx(planned[sent], rel=0.2)
+    assert 0.3 * planned[SENT] < measured[SENT] < planned[SENT]
+    for layout in ("dense matrices over 2", "rows over 2"):
+        planned, measured = both[layout]
+        assert measured[SENT] == pytest.approx(planned[SENT], rel=0.01), layout
+    for layout in ("experts, tables, embedding and head over 2", "experts and rows over 2"):
+        planned, measured = both[layout]
+        assert measured[SENT] == pytest.approx(planned[SENT], rel=0.2), layout

@@ -26,7 +26,7 @@ from train.config.rollout import ServersConfig
 from train.config.schema import Config, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
-CONTEXT_PARALLEL_TASKS = ("pretrain", "sft")  # those whose rows may be split over processes
+CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "plan")  # those whose rows may be split over processes
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -178,6 +178,13 @@ def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
         rule = "training a drafter keeps the backbone frozen, so it cannot train LoRA"
         yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
+    without = {"dspark": ("context_parallel", "dense_shards"), "distill": ("context_parallel",)}
+    job = config.plan.job if config.plan else ""
+    for key in without.get(job, ()):
+        value = getattr(config.parallel, key)
+        if value > 1:
+            rule = f"task={job}, which is planned (plan.job), does not have this"
+            yield {f"parallel.{key}", "plan.job"}, problem(f"parallel.{key}", value, rule, "Use 1")
 
 
 def _source_rules(config: Config, sources: set[str]) -> Iterator[tuple[set[str], str]]:

@@ -132,6 +132,7 @@ class HardwareConfig:
     peak_tflops: PositiveFloat  # the maker's TFLOP/s for dense bf16 products; MFU is relative to it
     network_gb_s: PositiveFloat  # GB/s to other nodes
     node_gb_s: PositiveFloat  # GB/s to GPUs on the same node
+    host_gb_s: PositiveFloat  # GB/s to host memory
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -17,5 +17,8 @@ Each file imports only those above it:
     memory       memory for activations, buffers and copies of a micro-batch
     traffic      bytes that a rank sends in a step, and seconds of a step
     resources    combines these to the plan of one layout
-    report       formats the plan as text, with a verdict and a remedy if it does not fit
+    layouts      ways to spread the job over GPUs
+    verdict      whether the job fits, and what to change if it does not
+    report       formats the plan as text
+    search       finds other layouts that fit
 """

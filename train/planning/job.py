@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, count
@@ -29,7 +30,7 @@ from train.planning.items import (
 UNSPLIT = ("attention over keys", "index scores", "indexer loss")  # FLOPs of operations without weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """The model and what is trained, for any layout.
 
@@ -45,25 +46,54 @@ class Job:
     costs: dict[str, Flops]
     teacher_bytes: int
 
-    @property
+    @cached_property
     def frozen(self) -> bool:
         """True if the weights of the model itself are not trained."""
         return all(p.method is None for p in self.parameters if p.part in ("embedding", "attention"))
 
-    @property
+    @cached_property
     def head_gradient(self) -> bool:
         """True if the loss computes a gradient for the whole output head."""
         return any(p.method for p in self.parameters if p.part == "head" or p.name.startswith("head."))
 
-    @property
-    def packed_names(self) -> set[str]:
-        return {p.name for p in self.parameters if p.packing}
+    @cached_property
+    def copied(self) -> list[tuple[int, bool, bool, int]]:
+        """The weights that bf16 autocast copies: layer, whether it holds routed experts, whether it is a dense matrix,
+        elements. Packed weights stay packed.
+        """
+        known = {p.name: p for p in self.parameters}
+        copies = ((known[name], parameter.numel()) for name, parameter in count.autocast_copies(self.model))
+        return [
+            (int(count.layer_of(p.name)), p.part == "routed experts", p.divided, numel)
+            for p, numel in copies
+            if p.packing is None
+        ]
+
+    @cached_property
+    def largest_packed(self) -> int:
+        """Values of the largest packed matrix that is made plain at once; of tables only rows are."""
+        shapes = (p.shape for p in self.parameters if p.packing and p.part != "Engram tables")
+        return max((prod(shape[-2:]) for shape in shapes), default=0)
+
+    @cached_property
+    def block_matrices(self) -> list[int]:
+        """Elements of each block's dense matrices, which ``parallel.dense_shards`` divides."""
+        sizes = [0] * self.model.config.text.num_hidden_layers
+        for p in self.parameters:
+            if p.divided:
+                sizes[int(count.layer_of(p.name))] += prod(p.shape)
+        return sizes
 
 
 def settings(config: Config) -> PlanConfig:
     """Return the section ``plan`` of the configuration, which only task=plan has."""
     assert config.plan is not None
     return config.plan
+
+
+def with_gpu_precision(config: Config) -> Config:
+    """Return the configuration with the precision that ``parallel.precision=auto`` stands for on a GPU of today."""
+    return config.with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
 
 
 def job_of(config: Config) -> Job:

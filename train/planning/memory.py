@@ -8,22 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import ceil
 
 from model import DeepseekV41, ModelConfig, count
 from model.config import TextConfig
 from model.loss import CHUNK_LOGITS
 from optim.muon import BATCH_ELEMENTS
 from train.config.schema import Config
-from train.planning.items import FP32, Item, owned
+from train.planning.items import FP32, Item
 from train.planning.job import Job, settings
 
 UNPACKING = 10  # bytes per value while model.quantize.unpack unpacks a matrix: two fp32 copies and one in bf16
 
 
+def micro_batches(config: Config) -> int:
+    """Micro-batches of a rank in a step."""
+    return config.task.per_rank_batch(config.parallel.row_groups)[1]
+
+
 def tokens_per_pass(config: Config) -> int:
     """Return the number of tokens in a micro-batch of one rank."""
-    return config.task.seq_len * config.task.per_rank_batch(config.parallel.world_size)[0]
+    rows = config.task.per_rank_batch(config.parallel.row_groups)[0]
+    return ceil(rows * config.task.seq_len / config.parallel.context_parallel)
 
 
 def working_bytes(config: Config, job: Job) -> dict[str, float]:
@@ -31,7 +37,9 @@ def working_bytes(config: Config, job: Job) -> dict[str, float]:
     if job.drafter is not None:
         return drafter_bytes(config, job)
     tokens = tokens_per_pass(config)
-    held = looked_up_bytes(config, job.model, tokens)
+    held = looked_up_bytes(config, job.model, tokens) | context_bytes(config, job.model.config.text, tokens)
+    if config.runtime.candidate_pool:
+        held["candidate blocks"] = tokens * candidate_bytes(job.model.config.text, config.task.seq_len)
     moments = [at_the_loss(config, job, tokens), *block_moments(config, job, tokens)]
     return max(moments, key=lambda moment: sum(moment.values())) | held
 
@@ -105,9 +113,36 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
         else:
             moment["bf16 copies of dense weights"] = float(sum(dense))
             moment["bf16 copies of experts"] = float(sum(experts))
-        moment["one packed weight made plain"] = float(UNPACKING * largest_packed(job))
+        moment["one packed weight made plain"] = float(UNPACKING * job.largest_packed)
         found.append(moment)
     return found
+
+
+def candidate_bytes(text: TextConfig, length: int) -> float:
+    """Per token, the numbers of the candidate blocks in rows of one document (``model/indexer.py``: int32 [T, blocks]),
+    which every later index source reads.
+    """
+    source = text.candidate_source_layer_id
+    if source < 0:
+        return 0.0
+    return 4.0 * min(text.candidate_topk_blocks, ceil(length / text.ratio(source) / text.candidate_block_size))
+
+
+def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
+    """What a rank holds because others compute a part of the same rows (``model/parallel/context.py``): the entries and
+    index keys of all Full layers, gathered; of one layer at a time their gradients, once from the layers that read them
+    and once in fp32 for the sum over ranks; and the window keys of the tokens before its chunk.
+    """
+    ranks, width = config.parallel.context_parallel, 2 if _bf16(config) else FP32
+    if ranks == 1:
+        return {}
+    entries = [tokens * (text.head_dim + text.index_head_dim) / text.ratio(layer) for layer in text.kv_source_layer_ids]
+    blocks = 1 if config.runtime.recompute else text.num_hidden_layers
+    return {
+        "entries and keys of other ranks": width * (ranks - 1) * sum(entries),
+        "gradients of entries and keys": (width + FP32) * ranks * max(entries, default=0),
+        "window keys before the chunk": float(width * blocks * (text.sliding_window - 1) * text.head_dim),
+    }
 
 
 def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
@@ -185,16 +220,13 @@ def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
 
     Packed weights have no such copies. Divided matrices (``parallel.dense_shards``) are gathered in bf16 already.
     """
-    model, packed = job.model, job.packed_names
-    dense, experts = ([0] * model.config.text.num_hidden_layers for _ in range(2))
-    for name, parameter in count.autocast_copies(model) if _bf16(config) else ():
-        layer = int(count.layer_of(name))
-        if name in packed:
-            continue
-        if count.part_of(name) == "routed experts":
-            experts[layer] += 2 * parameter.numel() // config.parallel.expert_parallel
-        else:
-            dense[layer] += 2 * parameter.numel() if config.parallel.dense_shards == 1 else 0
+    layout = config.parallel
+    dense, experts = ([0] * job.model.config.text.num_hidden_layers for _ in range(2))
+    for layer, of_experts, divided, numel in job.copied if _bf16(config) else ():
+        if of_experts:
+            experts[layer] += 2 * numel // layout.expert_parallel
+        elif not divided or layout.dense_shards == 1:
+            dense[layer] += 2 * numel
     return dense, experts
 
 
@@ -206,22 +238,8 @@ def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
     """
     if config.parallel.dense_shards == 1:
         return {}
-    sizes: dict[float, int] = {}
-    for p in job.parameters:
-        if p.divided:
-            layer = count.layer_of(p.name)
-            sizes[layer] = sizes.get(layer, 0) + prod(p.shape)
     width = 2 if _bf16(config) else FP32
-    return {"dense matrices gathered, and their gradients": float(max(sizes.values()) * (3 * width + FP32))}
-
-
-def largest_packed(job: Job) -> int:
-    """Return the number of values in the largest packed matrix that is unpacked as a whole.
-
-    Tables do not count, since only some of their rows are unpacked at a time.
-    """
-    shapes = (p.shape for p in job.parameters if p.packing and p.part != "Engram tables")
-    return max((prod(shape[-2:]) for shape in shapes), default=0)
+    return {"dense matrices gathered, and their gradients": float(max(job.block_matrices) * (3 * width + FP32))}
 
 
 def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
@@ -241,7 +259,7 @@ def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     blocks = [sum(count.block_saves(text, layer, widths).values()) for layer in range(text.num_hidden_layers)]
     running = _activations({"one block of the frozen model": max(blocks)}, tokens)
     running |= _uneven(config, job, tokens, 1) | exchange_bytes(config, text, tokens)
-    running["one packed weight made plain"] = float(UNPACKING * largest_packed(job))
+    running["one packed weight made plain"] = float(UNPACKING * job.largest_packed)
     inner = _stage_config(job.model.config)
     stage = sum(count.block_saves(inner, 0, widths).values())
     drafting = _activations({"drafts": stage * text.num_nextn_predict_layers + gradient_bytes(inner, widths)}, drafts)
@@ -264,13 +282,12 @@ def _stage_config(config: ModelConfig) -> TextConfig:
     )
 
 
-def optimizer_working_bytes(items: Sequence[Item]) -> float:
-    """Compute the memory for temporary copies during the optimizer update.
+def optimizer_working_bytes(mine: Sequence[Item]) -> float:
+    """Compute the memory for temporary copies while a rank updates `mine`, the parameters that it owns.
 
     It is that of a batch of matrices in Muon, or of the rows in use of the largest table (at most all of its rows). To
     it come the whole divided matrices that this rank owns, and their gradients.
     """
-    mine = owned(items)
     muon = [item for item in mine if item.method == "muon"]
     largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)
     batch = min(sum(item.numel * item.units for item in muon), max(largest, BATCH_ELEMENTS["cuda"]))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from model import DeepseekV41, build_drafter, count
 from model.config import drafter_problems
 from train.config.schema import counted
 from train.planning.job import settings
-from train.planning.memory import tokens_per_pass, working_bytes
-from train.planning.resources import GIB, RESERVE, ResourcePlan
+from train.planning.resources import GIB, ResourcePlan
+from train.planning.verdict import verdict
 
 
 def report(p: ResourcePlan) -> str:
@@ -50,22 +48,24 @@ def report(p: ResourcePlan) -> str:
 def _layout_lines(p: ResourcePlan) -> list[str]:
     """Describe in words the layout, the job and the assumptions of the plan."""
     config, layout, task = p.config, p.config.parallel, p.config.task
-    rows, passes = task.per_rank_batch(layout.world_size)
-    plan, recompute = settings(config), "on" if config.runtime.recompute else "off"
+    rows, passes = task.per_rank_batch(layout.row_groups)
+    assumed, recompute = settings(config), "on" if config.runtime.recompute else "off"
     trained = f"optim.rules {config.optim.rules}"
     if p.job.drafter is not None:
         trained = f"a drafter is trained ({trained}), the model is frozen"
     elif config.lora.on:
         trained = f"an adapter of rank {config.lora.rank} is trained on {', '.join(config.lora.targets)}"
     kept = f"; frozen weights are kept as {'stored' if config.runtime.frozen == 'packed' else 'fp32 values'}"
+    shared = f", each over {counted(layout.context_parallel, 'GPU')}" if layout.context_parallel > 1 else ""
+    dense = f", dense matrices over {layout.dense_shards}" if layout.dense_shards > 1 else ""
     return [
         f"LAYOUT: {counted(layout.world_size, 'GPU')}, experts over {layout.expert_parallel}, Engram tables"
-        f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}; {passes} micro-batches of "
-        f"{rows} x {task.seq_len} tokens, {layout.precision}, recompute {recompute}"
+        f"{', embedding and head' * layout.shard_embeddings} over {layout.table_shards}{dense}; "
+        f"{passes} micro-batches of {rows} x {task.seq_len} tokens{shared}, {layout.precision}, recompute {recompute}"
         + (f", {p.host / GIB:.2f} GiB of block inputs in each rank's host memory" if p.host else ""),
         f"JOB: {trained}{kept if p.job.frozen else ''}",
-        f"ASSUMED: a rank's experts receive up to {plan.load_factor:g} times the mean (plan.load_factor); "
-        f"{plan.reserve_gib:g} GiB stay free (plan.reserve_gib)",
+        f"ASSUMED: a rank's experts receive up to {assumed.load_factor:g} times the mean (plan.load_factor); "
+        f"{assumed.reserve_gib:g} GiB stay free (plan.reserve_gib)",
     ]
 
 
@@ -76,58 +76,13 @@ def _time_lines(p: ResourcePlan) -> list[str]:
         ("arithmetic", f"{time.arithmetic:.2f}", f"at {hardware.tflops:g} TFLOP/s"),
         ("bytes between nodes", f"{time.network:.2f}", f"at {hardware.network_gb_s:g} GB/s"),
         ("bytes inside a node", f"{time.node:.2f}", f"at {hardware.node_gb_s:g} GB/s"),
+        ("bytes to host memory and back", f"{time.host:.2f}", f"at {hardware.host_gb_s:g} GB/s"),
     ]
     lines = table(("estimated seconds of a step", "", "parallel.hardware"), rows)
     for when, seconds in (("one after the other", time.sum), ("all at the same time", max(time))):
         speed = f"{p.tokens_per_second(seconds):,.0f} tokens/s"
         lines.append(f"  {when}: {seconds:.2f} s, {speed}, MFU {p.mfu(seconds):.1%}".replace("%", " %"))
     return lines
-
-
-def verdict(p: ResourcePlan) -> str:
-    """Say whether the layout fits into GPU memory, what needs the most memory, and how to change it if it does not."""
-    groups: dict[str, float] = {}
-    for term, size in p.terms.items():
-        groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
-    largest = max((group for group in groups if group != RESERVE), key=lambda group: groups[group])
-    need, room = p.total / GIB, p.config.parallel.gpu_memory_gib
-    takes = f"Largest: {largest}, {groups[largest] / GIB:.2f} GiB."
-    if room is None:
-        return f"NEEDS {need:.2f} GiB on a GPU; set parallel.gpu_memory_gib to compare it with a GPU's memory. {takes}"
-    if p.fits:
-        return f"FITS: needs {need:.2f} of {room:g} GiB on a GPU, {room - need:.2f} GiB are left. {takes}"
-    return f"DOES NOT FIT: needs {need:.2f} of {room:g} GiB on a GPU. {takes}\n{remedy(p)}"
-
-
-def remedy(p: ResourcePlan) -> str:
-    """Say how to change a layout that does not fit into GPU memory."""
-    fits = {choice: longest_rows(p, choice) for choice in (False, True)}
-    if not fits[True]:
-        return (
-            f"No row length fits: weights, gradients and optimizer state take {p.held / GIB:.2f} GiB. Split the model "
-            "further: raise parallel.expert_parallel and parallel.table_shards, or set parallel.shard_embeddings=true"
-        )
-    found = [
-        f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
-        for choice, length in fits.items()
-        if length
-    ]
-    rows = tokens_per_pass(p.config) // p.config.task.seq_len
-    fewer = f" With fewer than {rows} rows in a micro-batch (task.micro_batch) they can be longer." if rows > 1 else ""
-    return f"Row lengths that fit with all other settings: {', '.join(found)}. A row is not split over GPUs.{fewer}"
-
-
-def longest_rows(p: ResourcePlan, recompute: bool) -> int:
-    """Return the longest row length that fits, found by halving the plan's row length; 0 if no length fits."""
-    config = replace(p.config, runtime=p.config.runtime.recomputing(recompute))
-    length = config.task.seq_len
-    while length >= 2:
-        config = replace(config, task=replace(config.task, seq_len=length))
-        working = max(sum(working_bytes(config, p.job).values()), p.optimizer_working)
-        if (p.held + p.reserve + working) / GIB <= (config.parallel.gpu_memory_gib or math.inf):
-            return length
-        length //= 2
-    return 0
 
 
 def _parameter_rows(model: DeepseekV41) -> list[tuple[str, ...]]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import cast
 
 from model import DeepseekV41
 from optim.optimizer import STATE_KEYS
-from train.config.schema import Config
-from train.planning.items import KINDS, owned, rank_items, update_flops
-from train.planning.job import Job, job_of, settings
-from train.planning.memory import host_bytes, optimizer_working_bytes, tokens_per_pass, working_bytes
+from train.config.schema import Config, ParallelConfig
+from train.planning.items import KINDS, Item, owned, rank_items, update_flops
+from train.planning.job import Job, job_of, settings, with_gpu_precision
+from train.planning.memory import (
+    host_bytes,
+    micro_batches,
+    optimizer_working_bytes,
+    tokens_per_pass,
+    working_bytes,
+)
 from train.planning.traffic import Sent, StepTime, sent_in_step, step_time
 
 GIB = 2**30
@@ -87,7 +93,8 @@ class ResourcePlan:
     @cached_property
     def time(self) -> StepTime:
         flops = self.step_flops + sum(self.optimizer_flops.values())
-        return step_time(flops, self.sent, self.config.parallel.hardware)
+        offloaded = self.host * micro_batches(self.config)
+        return step_time(flops, self.sent, offloaded, self.config.parallel.hardware)
 
     def tokens_per_second(self, seconds: float) -> float:
         """Return the tokens per second of all GPUs together if a step takes ``seconds``."""
@@ -106,37 +113,56 @@ class ResourcePlan:
         return room is None or self.total <= room * GIB
 
 
-def plan(config: Config, job: Job | None = None) -> ResourcePlan:
-    """Compute the plan for a configuration.
+@dataclass(frozen=True)
+class Holdings:
+    """What a rank holds whatever the tokens: see the fields of ``ResourcePlan`` with these names."""
 
-    job: the part of the plan that is the same for every layout; None computes it from the configuration.
-    """
-    config = config.with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
-    job = job or job_of(config)
-    items = list(rank_items(config.parallel, job.parameters))
+    items: list[Item]
+    weights: dict[str, int]
+    gradients: dict[str, int]
+    state: dict[str, int]
+    optimizer_working: float
+    optimizer_flops: dict[str, float]
+
+
+@lru_cache(maxsize=64)
+def holdings(layout: ParallelConfig, job: Job, iterations: int) -> Holdings:
+    """``iterations``: of Sinkhorn."""
+    items = list(rank_items(layout, job.parameters))
     weights, gradients = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for item in items:
         weights[item.kind] += item.weight_bytes
         gradients[item.kind] += item.gradient_bytes
     if job.teacher_bytes:
         weights["teacher"] = job.teacher_bytes
-    state, optimizer_flops = dict.fromkeys(STATE_KEYS, 0), dict.fromkeys(STATE_KEYS, 0.0)
-    for item in owned(items):
+    mine = owned(items)
+    state, flops = dict.fromkeys(STATE_KEYS, 0), dict.fromkeys(STATE_KEYS, 0.0)
+    for item in mine:
         assert item.method is not None, "a parameter with an owner must be trained"
         state[item.method] += item.units * item.state_bytes
-        optimizer_flops[item.method] += item.units * update_flops(item, config.optim.settings.sinkhorn.iterations)
-    local = tokens_per_pass(config) * config.task.per_rank_batch(config.parallel.world_size)[1]
+        flops[item.method] += item.units * update_flops(item, iterations)
+    return Holdings(items, weights, gradients, state, optimizer_working_bytes(mine), flops)
+
+
+def plan(config: Config, job: Job | None = None) -> ResourcePlan:
+    """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``. ``job``: what is the same for
+    every layout, if it is known.
+    """
+    config = with_gpu_precision(config)
+    job = job or job_of(config)
+    found = holdings(replace(config.parallel, context_parallel=1), job, config.optim.settings.sinkhorn.iterations)
+    local = tokens_per_pass(config) * micro_batches(config)
     again = sum(cost.recomputed for cost in job.costs.values()) * config.runtime.recompute
     return ResourcePlan(
         config=config,
         job=job,
-        weights=weights,
-        gradients=gradients,
-        state=state,
+        weights=found.weights,
+        gradients=found.gradients,
+        state=found.state,
         working=working_bytes(config, job),
-        optimizer_working=optimizer_working_bytes(items),
-        sent=sent_in_step(config, job, items),
+        optimizer_working=found.optimizer_working,
+        sent=sent_in_step(config, job, found.items),
         useful_flops=local * sum(cost.step for cost in job.costs.values()),
         again_flops=local * again,
-        optimizer_flops=optimizer_flops,
+        optimizer_flops=found.optimizer_flops,
     )

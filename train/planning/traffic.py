@@ -8,9 +8,10 @@ from typing import NamedTuple
 from train.config.schema import Config, HardwareConfig
 from train.planning.items import FP32, Item
 from train.planning.job import Job, settings
-from train.planning.memory import engram_rows, keeps_combined, tokens_per_pass
+from train.planning.memory import engram_rows, keeps_combined, micro_batches, tokens_per_pass
 
 GRADIENTS, UPDATES = "all-reduce of gradients", "updated weights"
+ENTRIES, HALO = "entries and keys of rows", "window keys of rows"
 GATHERED, SUMMED = "dense matrices gathered", "gradients of dense matrices summed"
 OWNED = "dense matrices to their owners and back"
 
@@ -23,16 +24,17 @@ class Sent(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step for matrix products, for traffic between nodes, and for traffic inside a node."""
+    """Seconds of a step for matrix products, for traffic between nodes and inside a node, and to host memory."""
 
     arithmetic: float
     network: float
     node: float
+    host: float
 
     @property
     def sum(self) -> float:
-        """Seconds of a step if computation and both kinds of traffic do not overlap."""
-        return self.arithmetic + self.network + self.node
+        """Seconds of a step if computation and the three kinds of traffic do not overlap."""
+        return self.arithmetic + self.network + self.node + self.host
 
 
 def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, Sent]:
@@ -50,7 +52,7 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     The token counts that the ranks exchange are not included.
     """
     layout, text = config.parallel, job.model.config.text
-    tokens, batches = tokens_per_pass(config), config.task.per_rank_batch(layout.world_size)[1]
+    tokens, batches = tokens_per_pass(config), micro_batches(config)
     width = 2 if layout.precision == "bf16" else FP32
     back = text.hidden_size * width
     out = back + 2 * FP32
@@ -76,7 +78,26 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
         gathered = FP32 if settings(config).job == "distill" else width  # as `head_bytes` says
         head = batches * (gathered + FP32 * (both - 1)) * text.vocab_size * text.hidden_size * shard
         sent["head gathered, its gradient"] = Sent(head, table)
-    return sent | rows_sent(config, items, batches, width) | rings(config, items)
+    sent |= within_rows(config, job, batches * tokens) | rows_sent(config, items, batches, width)
+    return sent | rings(config, items)
+
+
+def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
+    """What the ranks that share rows send each other: a rank's entries and index keys to all others, their gradients
+    back in fp32, and window keys to the next rank and their gradients back, in every block and again in recomputation.
+    Not included: the sums of the balance loss.
+    """
+    ranks, text = config.parallel.context_parallel, job.model.config.text
+    if ranks == 1:
+        return {}
+    width, passes = 2 if config.parallel.precision == "bf16" else FP32, 3 if config.runtime.recompute else 2
+    row = (text.head_dim + text.index_head_dim) * sum(1 / text.ratio(layer) for layer in text.kv_source_layer_ids)
+    halo = text.num_hidden_layers * (text.sliding_window - 1) * text.head_dim * width * passes
+    halos = micro_batches(config) * halo * (1 - 1 / ranks)  # the last rank sends none, the first returns none
+    return {
+        ENTRIES: Sent(tokens * row * (width + FP32) * (ranks - 1), ring_inside(ranks, 1, config)),
+        HALO: Sent(float(halos), ring_inside(ranks, 1, config)),
+    }
 
 
 def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -> dict[str, Sent]:
@@ -138,10 +159,13 @@ def ring_inside(ranks: int, stride: int, config: Config) -> float:
     return 1.0 if near == ranks else 1 - 1 / near
 
 
-def step_time(flops: float, sent: dict[str, Sent], hardware: HardwareConfig) -> StepTime:
-    """Estimate the seconds of a step with the rates of ``parallel.hardware``."""
+def step_time(flops: float, sent: dict[str, Sent], offloaded: float, hardware: HardwareConfig) -> StepTime:
+    """Estimate the seconds of a step with the rates of ``parallel.hardware``; `offloaded` bytes go to host memory."""
     between = sum(part.size * (1 - part.inside) for part in sent.values())
     inside = sum(part.size * part.inside for part in sent.values())
     return StepTime(
-        flops / (hardware.tflops * 1e12), between / (hardware.network_gb_s * 1e9), inside / (hardware.node_gb_s * 1e9)
+        flops / (hardware.tflops * 1e12),
+        between / (hardware.network_gb_s * 1e9),
+        inside / (hardware.node_gb_s * 1e9),
+        2 * offloaded / (hardware.host_gb_s * 1e9),
     )

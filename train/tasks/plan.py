@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from train.config.schema import Config
+from train.planning.job import job_of, settings, with_gpu_precision
 from train.planning.report import report
 from train.planning.resources import plan
+from train.planning.search import fitting, search_report
 
 
 def run(config: Config) -> None:
-    """Print the plan for the run that ``config`` describes."""
-    print(report(plan(config)))
+    """Print the plan, and with ``plan.search`` other layouts."""
+    config = with_gpu_precision(config)
+    job = job_of(config)
+    print(report(plan(config, job)))
+    if settings(config).search:
+        print(search_report(config, list(fitting(config, job))))

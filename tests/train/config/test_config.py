@@ -407,7 +407,7 @@ def test_a_run_says_which_processes_share_rows(make_config) -> None:
         (["parallel.world_size=6", "parallel.context_parallel=4"], "must divide parallel.world_size = 6"),
         (["task.seq_len=33"], "must divide task.seq_len = 33"),
         (["task.seq_len=14"], "each process would get 7 of the 14 tokens of a row, fewer than the 8 of model.text_con"),
-        (["task=plan"], "task=plan does not split rows over processes"),
+        (["task=check"], "task=check does not split rows over processes"),
         (["task.global_batch_rows=1", "parallel.world_size=4"], "parallel.world_size / parallel.context_parallel = 2"),
     ],
 )

@@ -26,6 +26,7 @@ from train.planning.items import Item, owned, update_flops
 from train.planning.memory import at_the_loss, exchange_bytes
 from train.planning.report import report
 from train.planning.resources import GIB, ResourcePlan, plan
+from train.planning.verdict import verdict
 
 DRAFTER = {
     "num_nextn_predict_layers": 1,
@@ -211,18 +212,19 @@ def test_an_automatic_precision_is_bf16_unless_the_device_is_the_cpu(make_config
 
 
 def test_verdict_compares_and_names_the_largest_term(make_config) -> None:
-    def last_lines(*changes: str) -> tuple[ResourcePlan, list[str]]:
+    def said(*changes: str) -> tuple[ResourcePlan, str]:
         found = plan(make_config(*changes))
-        return found, report(found).splitlines()[-2:]
+        assert report(found).endswith(f"\n\n{verdict(found)}")
+        return found, verdict(found).splitlines()[0]
 
     need = plan(make_config()).total / GIB
-    found, (_, fits) = last_lines(f"parallel.gpu_memory_gib={need * 1.01}")
+    found, fits = said(f"parallel.gpu_memory_gib={need * 1.01}")
     assert fits.startswith(f"FITS: needs {need:.2f} of {need * 1.01:g} GiB on a GPU, {need * 0.01:.2f} GiB are left.")
-    found, (tight, _) = last_lines(f"parallel.gpu_memory_gib={need * 0.99}")
+    found, tight = said(f"parallel.gpu_memory_gib={need * 0.99}")
     activations = sum(size for name, size in found.terms.items() if name.startswith("activations"))
     largest = f"Largest: activations, {activations / GIB:.2f} GiB."
     assert tight == f"DOES NOT FIT: needs {need:.2f} of {need * 0.99:g} GiB on a GPU. {largest}"
-    found, (_, short) = last_lines("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2")
+    found, short = said("task.seq_len=2", "task.micro_batch=1", "task.global_batch_rows=2")
     state = f"Largest: optimizer state, {sum(found.state.values()) / GIB:.2f} GiB."
     compared = "set parallel.gpu_memory_gib to compare it with a GPU's memory"
     assert short == f"NEEDS {found.total / GIB:.2f} GiB on a GPU; {compared}. {state}"
@@ -234,14 +236,14 @@ def test_the_rows_named_are_the_longest_that_fit(make_config) -> None:
         return plan(make_config(f"parallel.gpu_memory_gib={room}", *settings)).total / GIB <= room
 
     room = plan(make_config("task.seq_len=64")).total / GIB * 1.01
-    said = report(plan(make_config("task.seq_len=1024", f"parallel.gpu_memory_gib={room}"))).splitlines()[-1]
+    said = verdict(plan(make_config("task.seq_len=1024", f"parallel.gpu_memory_gib={room}")))
     named = dict((choice, int(length)) for length, choice in re.findall(r"seq_len=(\d+) with \S+=(true|false)", said))
     assert named["false"] == 64 < named["true"]
     for choice, length in named.items():
         assert fits(length, choice == "true") and not fits(2 * length, choice == "true")
-    assert "With fewer than 2 rows in a micro-batch" in said
-    held = report(plan(make_config("parallel.gpu_memory_gib=0.001"))).splitlines()[-1]
-    assert held.startswith("No row length fits: weights, gradients and optimizer state take 0.00 GiB. Split the model")
+    assert "Fewer than 2 rows in a micro-batch" in said
+    held = verdict(plan(make_config("parallel.gpu_memory_gib=0.001"))).splitlines()[1]
+    assert held.startswith("Nothing fits on 1 GPU: weights, gradients and optimizer state take 0.00 GiB")
 
 
 def test_the_released_model_on_a_cluster(compose_raw) -> None:
@@ -260,7 +262,7 @@ def test_the_released_model_on_a_cluster(compose_raw) -> None:
     assert section(printed, "KV cache")["all"] == 640 + 80 + 160 + 10
     memory = section(printed, "memory of the fullest GPU")
     assert memory["all"] == pytest.approx(sum(size for name, size in memory.items() if name != "all"), abs=0.1)
-    assert printed.splitlines()[-2].startswith(f"DOES NOT FIT: needs {memory['all']:.2f} of 139 GiB on a GPU.")
+    assert f"\nFITS: needs {memory['all']:.2f} of 139 GiB on a GPU" in printed
 
 
 def section(printed: str, heading: str) -> dict[str, float]:
@@ -290,6 +292,8 @@ def test_impossible_layouts_are_refused(compose_raw) -> None:
     ):
         assert expected in text
     assert len(caught.value.problems) == 4
+    with pytest.raises(ConfigError, match=r"parallel.context_parallel = 2: task=dspark, which is planned \(plan.job\)"):
+        parse(compose_raw("task=plan", "plan.job=dspark", "parallel.world_size=2", "parallel.context_parallel=2"))
     with pytest.raises(ConfigError, match="parallel.shard_embeddings = true: has no effect with parallel.table_shards"):
         parse(compose_raw("model=tiny", "data.vocab_size=512", "parallel.shard_embeddings=true"))
 

@@ -1,0 +1,54 @@
+"""What the plan counts where ranks share rows, by hand for the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from train.config.schema import Config
+from train.planning.memory import tokens_per_pass
+from train.planning.resources import plan
+
+# tiny: 6 layers, d 32, D 16, Di 32, W 8; Full layers 1 (ratio 2) and 3 (ratio 1); pool of 4 blocks of 4
+ENTRY = 16 + 32
+
+
+@pytest.fixture
+def pair(make_config: Callable[..., Config]) -> tuple[Config, Config]:
+    """The same four ranks, with a row on each, and with rows on pairs of them."""
+    whole = make_config("task=plan", "optim=report", "plan.reserve_gib=0", "runtime.recompute=true")
+    layout = {"world_size": 4, "expert_parallel": 2, "table_shards": 4}
+    return tuple(replace(whole, parallel=replace(whole.parallel, **layout, context_parallel=ranks)) for ranks in (1, 2))
+
+
+def test_a_rank_has_its_share_of_the_tokens(pair: tuple[Config, Config]) -> None:
+    one, two = pair
+    assert (tokens_per_pass(one), tokens_per_pass(two)) == (64, 64)  # 4 rows a step: a row each, or two rows for two
+    alone, shared = plan(one), plan(two)
+    assert shared.weights == alone.weights and shared.state == alone.state
+    assert shared.step_flops == alone.step_flops and shared.step_tokens == alone.step_tokens
+    inputs = "activations: block inputs"
+    assert shared.working[inputs] == alone.working[inputs]
+    four = plan(replace(one, parallel=replace(one.parallel, context_parallel=4), task=replace(one.task, micro_batch=1)))
+    assert four.working[inputs] == alone.working[inputs] / 4
+
+
+def test_gathered_entries_and_their_gradients(pair: tuple[Config, Config]) -> None:
+    _, two = pair
+    working = plan(two).working
+    entries = 64 * ENTRY * (1 / 2 + 1)  # of one rank
+    assert working["entries and keys of other ranks"] == 4 * entries
+    assert working["gradients of entries and keys"] == (4 + 4) * 2 * 64 * ENTRY
+    assert working["window keys before the chunk"] == 4 * 7 * 16
+    assert working["candidate blocks"] == 64 * 4 * 4
+    assert not any(name.startswith(("entries", "gradients of entries")) for name in plan(pair[0]).working)
+
+
+def test_bytes_between_ranks_that_share_rows(pair: tuple[Config, Config]) -> None:
+    one, two = pair
+    sent, alone = plan(two).traffic, plan(one).traffic
+    assert sent["entries and keys of rows"] == 64 * ENTRY * 1.5 * (4 + 4)
+    assert sent["window keys of rows"] == 6 * 7 * 16 * 4 * 3 / 2
+    assert {kind: sent[kind] for kind in alone} == alone

@@ -1,0 +1,100 @@
+"""Ways to spread a job over GPUs: the keys that can be changed to make it fit, or faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from model import ModelConfig
+from train.config.schema import Config
+from train.planning.job import Job, settings
+
+EXPERT_SPLITS = 4  # the largest divisors of the number of experts that are tried for each number of GPUs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread a job: the keys that the search varies."""
+
+    gpus: int
+    context: int
+    experts: int
+    dense: int
+    recompute: bool
+    offload: bool
+
+    @property
+    def values(self) -> dict[str, object]:
+        """By key, what the layout sets."""
+        return {
+            "parallel.world_size": self.gpus,
+            "parallel.context_parallel": self.context,
+            "parallel.expert_parallel": self.experts,
+            "parallel.table_shards": self.gpus,
+            "parallel.shard_embeddings": self.gpus > 1,
+            "parallel.dense_shards": self.dense,
+            "runtime.recompute": self.recompute,
+            "runtime.offload": "inputs" if self.offload else "off",
+        }
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        """The layout of a configuration."""
+        parallel = config.parallel
+        sizes = (parallel.world_size, parallel.context_parallel, parallel.expert_parallel, parallel.dense_shards)
+        return cls(*sizes, config.runtime.recompute, config.runtime.offload == "inputs")
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with this layout."""
+        parts: dict[str, dict[str, object]] = {"parallel": {}, "runtime": {}}
+        for key, value in self.values.items():
+            section, _, name = key.partition(".")
+            parts[section][name] = value
+        parallel, runtime = (replace(getattr(config, part), **values) for part, values in parts.items())
+        return replace(config, parallel=parallel, runtime=runtime)
+
+    def command(self, config: Config) -> str:
+        """The keys that differ from the configuration, as they are given on the command line."""
+        told = []
+        for key, value in self.values.items():
+            section, _, name = key.partition(".")
+            if getattr(getattr(config, section), name) != value:
+                told.append(f"{key}={str(value).lower()}")
+        return " ".join(told)
+
+
+def layouts(config: Config, job: Job, gpus: int) -> Iterator[Layout]:
+    """All layouts of so many GPUs that the rules of the configuration allow."""
+    text = job.model.config.text
+    splits = [n for n in divisors(text.n_routed_experts) if gpus % n == 0 and _drafter_divides(job, n)]
+    whole = job.frozen or job.drafter is not None
+    dense = [1] if whole else [n for n in (1, config.parallel.hardware.gpus_per_node) if gpus % n == 0]
+    shared = contexts(config, gpus)
+    memory = ((False, False), (True, False), (True, True))  # of activations: recomputation, offload
+    for context, experts, divided, saved in product(shared, splits[-EXPERT_SPLITS:], dense, memory):
+        yield Layout(gpus, context, experts, divided, *saved)
+
+
+def contexts(config: Config, gpus: int) -> list[int]:
+    """Over how many of so many GPUs rows can be split."""
+    if settings(config).job != "train":
+        return [1]
+    length, rows = config.task.seq_len, config.task.global_batch_rows or 1
+    window = ModelConfig.from_dict(config.model).text.sliding_window
+    return [
+        n for n in divisors(gpus) if length % n == 0 and (n == 1 or length // n >= window) and rows % (gpus // n) == 0
+    ]
+
+
+def _drafter_divides(job: Job, experts: int) -> bool:
+    return job.drafter is None or job.model.config.text.dspark_n_routed_experts % experts == 0
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def gpu_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and 3, 6, 12, ..., up to `most`."""
+    return sorted({n for power in range(12) for n in (2**power, 3 * 2**power) if n <= most})
