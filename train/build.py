@@ -197,20 +197,22 @@ def build(config: Config, world: World | None = None) -> Run:
 def check_size(config: Config, device: torch.device) -> None:
     """Refuse a model that cannot fit into memory.
 
-    Counted are the weights and gradients of this process in fp32; frozen weights count half a byte each.
+    Counted are the weights and gradients of this process in fp32; frozen weights count half a byte each. With
+    ``parallel.dense_shards`` only weights count: they are whole when they are made, and their gradients never are.
 
     Raises:
         ConfigError: the message gives the memory that the model needs and the memory that the device has.
     """
     model, layout = ModelConfig.from_dict(config.model), config.parallel
     frozen = config.frozen_base
-    needed = least_parameters(model, layout.expert_parallel, layout.table_shards) * (0.5 if frozen else 8)
+    size = 0.5 if frozen else 4 if layout.dense_shards > 1 else 8
+    needed = least_parameters(model, layout.expert_parallel, layout.table_shards) * size
     if device.type == "cuda":
         present, where = torch.cuda.get_device_properties(device).total_memory, "GPU"
     else:
         present, where = psutil.virtual_memory().total, "machine"
     if needed > present:
-        what = "weights" if frozen else "weights and gradients"
+        what = "weights and gradients" if size == 8 else "weights"
         needs = f"needs at least {needed / 2**30:,.0f} GiB a process for its {what}"
         remedy = "Use a smaller model, or split it (parallel.expert_parallel, parallel.table_shards)"
         raise ConfigError([f"model: {needs}; a {where} like this one has {present / 2**30:.0f} GiB. {remedy}"])

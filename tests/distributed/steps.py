@@ -53,7 +53,7 @@ CASES = {
     "both": (4, (RECOMPUTE,)),
     "defaults": (1, DEFAULTS),
     "images": (1, VISION),
-    "bf16": (1, (RECOMPUTE, "parallel.precision=bf16")),
+    "bf16": (1, (RECOMPUTE, "parallel.precision=bf16", "runtime.stream_dtype=bf16", "runtime.offload=inputs")),
     "long": (4, (RECOMPUTE,)),
     "lora": (2, ("optim=adamw", "lora=all", "lora.rank=4", "lora.targets=[attention,experts,head]",
                  "optim.settings.adamw.eps=1.0e-4", "optim.schedule.peak=2.0e-4")),

@@ -54,8 +54,8 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
     gone = f"rank 1 (process {victim.pid} on {socket.gethostname()}) is gone"
     assert re.findall("error: (.*)", first.output) == [message(gone)]
 
-    more = "checkpoint.asynchronous=true"
-    with start(corpus, "broken", 2, "ep2", more, at=("7", "SIGTERM:1")) as group:  # from step 2 or 4
+    more = ("checkpoint.asynchronous=true", "parallel.dense_shards=2")
+    with start(corpus, "broken", 2, "ep2", *more, at=("7", "SIGTERM:1")) as group:  # from step 2 or 4
         first, second = group.finish()
     assert (first.code, second.code) == (75, 75)
     assert "continuing from" in first.output and "Stopped by SIGTERM after step 7" in first.output

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -26,6 +27,7 @@ from model.count import least_parameters
 from optim import Schedule, Settings
 from train import loop
 from train.__main__ import load_task, run_task
+from train.build import check_size
 from train.config import moved, rules
 from train.config.compose import CONF_DIR, GROUPS, open_overrides
 from train.config.parse import parse
@@ -515,6 +517,15 @@ def test_a_size_that_the_machine_cannot_hold_is_refused_with_what_it_needs(compo
     error = capsys.readouterr().err
     assert caught.value.code == 2, error
     assert re.search(r"model: needs at least [\d,]+ GiB .+ like this one has \d+ GiB", error), error
+
+
+def test_divided_dense_matrices_halve_the_least_size(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are never whole: 4 bytes a parameter count instead of 8."""
+    parameters = least_parameters(ModelConfig.from_dict(make_config().model))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=6 * parameters))
+    with pytest.raises(ConfigError, match="for its weights and gradients"):
+        check_size(make_config("parallel.world_size=2"), torch.device("cpu"))
+    check_size(make_config("parallel.world_size=2", "parallel.dense_shards=2"), torch.device("cpu"))
 
 
 def test_the_least_size_of_a_model_is_less_than_its_size() -> None:
