@@ -21,6 +21,7 @@ from data.cache import atomic_folder, locked
 from data.document import Control, Document, Picture, Source, Tokens
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings, plan_grid
+from data.progress import Advance, progress
 from data.tokenizer import BOS, EOS, identity, special_ids
 
 log = logging.getLogger(__name__)
@@ -307,8 +308,11 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
 
 def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Path) -> None:
     lengths, num_bytes = [], 0
-    documents = (document for document, _ in source.read(policy))
+    documents: Iterator[Document] = (document for document, _ in source.read(policy))
+    sizes = _file_sizes(source)
     with ExitStack() as files:
+        if sizes:
+            documents = _shown(documents, sizes, files.enter_context(progress("tokenising", sum(sizes.values()))))
         tokens, byte_counts, loss_mask = (
             files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "loss_mask")
         )
@@ -324,6 +328,28 @@ def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Pa
     counted = {name: dict(getattr(policy, name)) for name in ("skipped", "repaired", "formats", "unused")}
     meta = {"bytes": num_bytes, **counted}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _file_sizes(source: Source) -> dict[str, int]:
+    """The bytes of each file of a source, by the name that its documents have; nothing if it does not read files."""
+    files = getattr(getattr(source, "source", source), "files", ())
+    return {str(file.path): file.path.stat().st_size for file in files if file.path.is_file()}
+
+
+def _shown(documents: Iterable[Document], sizes: dict[str, int], advance: Advance) -> Iterator[Document]:
+    """The same documents; each advances the progress by the bytes of its text, at most up to the size of its file, and
+    a new file by what the file before it had left.
+    """
+    left, last = dict(sizes), ""
+    for document in documents:
+        if document.file != last:
+            advance(left.pop(last, 0))
+            last = document.file
+        amount = min(left.get(last, 0), len(document.text.encode()))
+        if amount:
+            left[last] -= amount
+            advance(amount)
+        yield document
 
 
 def _append(file: BinaryIO, values: np.ndarray) -> None:

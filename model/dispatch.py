@@ -36,7 +36,7 @@ from model.packed import PackedWeight, held_bytes
 
 Place = int | str  # number of a GPU, "cpu" or "disk"
 DISK = "disk"
-GIVE_BACK = 2**26  # bytes; after reading so many, the pages of mapped files are given back
+GIVE_BACK = 0.02  # share of the weights; after reading so much, the pages of mapped files are given back
 
 
 def load_where_it_fits(
@@ -100,13 +100,13 @@ def load_offloaded(
 
 def _load(model: DeepseekV41, folder: Path, files: Mapping[int, _File]) -> None:
     """Read the weights, and give the pages of what is on disk back to the system again and again."""
-    read = 0
+    read = 0.0
 
-    def done(size: int) -> None:
+    def done(share: float) -> None:
         nonlocal read
-        read += size
+        read += share
         if read >= GIVE_BACK:
-            read = 0
+            read = 0.0
             _give_back(files.values())
 
     load_weights(model, folder, done=done)

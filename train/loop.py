@@ -112,7 +112,7 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    repeat(run, state, reporter, step, partial(evaluate, run), run.save)
+    repeat(run, state, reporter, step, partial(evaluate, run, say=reporter.log), run.save)
 
 
 def repeat(

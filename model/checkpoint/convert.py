@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,6 +37,7 @@ def convert_checkpoint(
     changes: Mapping[str, Change] | None = None,
     replace: bool = False,
     files: Mapping[str, str] | None = None,
+    done: Callable[[float], None] = lambda share: None,
 ) -> int:
     """Convert the checkpoint folder `src` to another format and write it to `dst`. Returns the size of all tensors in
     bytes.
@@ -44,7 +46,8 @@ def convert_checkpoint(
     Format "plain" writes fp32 matrices. Format "released" quantises the weights that the released checkpoint quantises.
     All other tensors stay as they are stored; drafter tensors and the files of the tokenizer are copied too.
 
-    `changes` maps tensor names to changes. `files` maps names of small files beside the weights to their texts. Raises
+    `changes` maps tensor names to changes. `files` maps names of small files beside the weights to their texts. `done`
+    is called after each block of rows, with the share of all values that were read. Raises
     the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a tensor to change
     is missing or has another shape.
     """
@@ -58,6 +61,7 @@ def convert_checkpoint(
     with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst) as work:
         if changes:
             sources = _changed(sources, changes)
+        sources = _watched(sources, done)
         with_scales = {source.name for source in sources if source.scales is not None}
         dtype = torch.bfloat16 if format == "bf16" and not is_quantised(config.to_dict()) else None
         dtype = torch.float32 if format == "plain" else dtype
@@ -69,6 +73,18 @@ def convert_checkpoint(
         for name, text in (files or {}).items():
             (work / name).write_text(text, encoding="utf-8")
     return total
+
+
+def _watched(sources: list[TensorSource], done: Callable[[float], None]) -> list[TensorSource]:
+    """The same tensors; `done` is called with the share of each block of rows that is read."""
+    total = sum(math.prod(source.shape) for source in sources)
+
+    def blocks(source: TensorSource) -> Iterator[Tensor]:
+        for block in source.blocks():
+            yield block
+            done(block.numel() / total)
+
+    return [source._replace(blocks=partial(blocks, source)) for source in sources]
 
 
 def _changed(sources: list[TensorSource], changes: Mapping[str, Change]) -> list[TensorSource]:

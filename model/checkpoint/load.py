@@ -46,6 +46,7 @@ def load_pretrained(
     runtime: ForwardOptions | None = None,
     parallel: Parallel = ONE_PROCESS,
     packed: bool = False,
+    done: Callable[[float], None] = lambda share: None,
 ) -> DeepseekV41:
     """Load a model from a checkpoint folder with config.json, safetensors files with the released names (quantised,
     bf16 or fp32) and, for a model with Engram layers, tokenizer.json. `parallel`: load only this process's part of the
@@ -60,7 +61,7 @@ def load_pretrained(
     token_map = read_token_map(folder, config)
     kinds = parameter_packing if packed and is_quantised(config.to_dict()) else never_packed
     model = allocate_model(config, runtime, token_map, device, dtype, parallel, packing_of=kinds)
-    load_weights(model, folder)
+    load_weights(model, folder, done=done)
     return model
 
 
@@ -76,13 +77,13 @@ def load_weights(
     model: nn.Module,
     folder: str | Path,
     beside: Sequence[TensorShard] = (),
-    done: Callable[[int], None] = lambda size: None,
+    done: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Copy the tensors of a folder into `model` (a model or a drafter), block by block; a process that holds a part of
     the model reads only its own experts and rows. Nothing is copied unless all names, shapes and dtypes agree.
     `beside`: tensors that the folder must contain besides those of `model`. The scales of quantised weights are kept in
-    `model.released_scales` (at most 1 byte for 32 entries). `done` is called with the bytes of each block after it was
-    copied.
+    `model.released_scales` (at most 1 byte for 32 entries). `done` is called after each block, with
+    the share of all values that were copied.
     """
     held = list(released_tensors(model))
     targets = {part.name: part for part in held if part.tensor is not None}
@@ -92,11 +93,12 @@ def load_weights(
         # heap
         packed = {name for name, part in targets.items() if isinstance(part.tensor, PackedWeight)}
         released_scales = {s.name: s.scales().clone() for s in sources if s.scales is not None and s.name not in packed}
+        total = sum(targets[source.name].tensor.numel() for source in sources)
         for source in sources:
             part = targets[source.name]
             if isinstance(part.tensor, PackedWeight):
                 _copy_stored(part.tensor, source)
-                done(part.tensor.packed_bytes)
+                done(part.tensor.numel() / total)
                 continue
             row = source.start
             for block in source.blocks():
@@ -104,7 +106,7 @@ def load_weights(
                 if low < high:  # some rows of a tile may belong to other processes
                     part.tensor[low - part.start : high - part.start].copy_(block[low - row : high - row])
                 row += len(block)
-                done(block.nbytes)
+                done(block.numel() / total)
     model.released_scales = released_scales  # type: ignore[assignment]
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
+from data.progress import progress
 from model import ModelConfig, load_weights, open_folder
 from model.checkpoint.load import never_packed, parameter_packing
 from model.checkpoint.released import TensorSource, is_quantised, read_headers
@@ -79,7 +81,9 @@ def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
         run_state.load_model(folder, model)
         return folder
     try:
-        load_weights(model, folder)
+        silent = dist.is_initialized() and dist.get_rank() > 0
+        with progress("loading weights", 1.0, (lambda line: None) if silent else None) as done:
+            load_weights(model, folder, done=done)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     return folder

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data.loader import MixedValidation
+from data.progress import Advance, progress
 from train.build import Run
 from train.evaluation.exact_match import ExactMatch
 from train.evaluation.probe import Probe, with_a_token
@@ -17,13 +18,21 @@ from train.logging.records import load_record
 
 
 @torch.no_grad()
-def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+def evaluate(
+    run: Run, stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any] | None:
     """Evaluate the model on the held-out rows and return the record of the evaluation.
 
     The record contains the cross-entropy in nats per token and in bits per byte, the balance of the expert load, and
     the recall of the indexers on the first documents. For conversations it also contains the share of answers that are
     right in every token. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any rank.
+    ``say`` receives lines about the progress of a long evaluation.
     """
+    with progress("evaluating", len(run.valid_batches), say) as advance:
+        return _evaluate(run, stop, advance)
+
+
+def _evaluate(run: Run, stop: Callable[[], bool], advance: Advance) -> dict[str, Any] | None:
     started = time.perf_counter()
     nats = torch.zeros((), dtype=torch.float64)
     targets, probe = torch.zeros((), dtype=torch.int64), Probe(run)
@@ -46,6 +55,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
                 [float(losses.lm_sum), int(losses.supervised)]
             ).double()
         load = load + losses.expert_load * real
+        advance(1)
         if judge:
             answers += judge.count(inputs["seq_lens"], batch["input_ids"].shape[1], run.world.parallel.context).cpu()
     right, asked = run.world.sum_(answers).tolist()

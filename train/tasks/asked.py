@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from data.chat.conversation import effort_budget
 from data.chat.prompt import Prompt, read_prompt
 from data.images import VisionSettings
+from data.progress import progress
 from data.tokenizer import read_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, Request, build_model, load_drafter, load_pretrained
 from model.engram import build_token_map
@@ -61,7 +62,8 @@ def open_checkpoint(name: str, device_name: str) -> Model:
     origin, device = find_pretrained(name), pick_device(device_name)
     tokenizer = read_tokenizer(origin.tokenizer)
     if (origin.folder / "config.json").is_file():
-        model = load_pretrained(origin.folder, device=device)
+        with progress("loading weights", 1.0) as done:
+            model = load_pretrained(origin.folder, device=device, done=done)
     else:
         settings = ModelConfig.from_dict(origin.model)
         token_map = build_token_map(tokenizer) if settings.text.engram_layer_ids else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data.progress import progress
 from model import ModelConfig, convert_checkpoint
 from model.checkpoint.names import MERGED
 from train.config.schema import Conversion
@@ -24,5 +25,6 @@ def run(config: Conversion) -> None:
         if config.adapter:
             changes = read_changes(Path(config.adapter), ModelConfig.load(config.src).text.n_routed_experts)
             files = {MERGED: merged_record(Path(config.adapter), Path(config.src))}
-        size = convert_checkpoint(config.src, config.dst, config.format, changes=changes, files=files)
+        with progress("converting", 1.0) as done:
+            size = convert_checkpoint(config.src, config.dst, config.format, changes=changes, files=files, done=done)
     print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")

@@ -41,7 +41,7 @@ def test_there_and_back(tmp_path, compose_raw, plain, capsys) -> None:
     assert stored["layers.0.ffn.experts.0.w1.weight"].dtype == torch.int8
     ids = torch.arange(10)[None]
     assert torch.equal(load_pretrained(first)(ids).logits, load_pretrained(back)(ids).logits)
-    with pytest.raises(ValueError, match="again exists already"):
+    with pytest.raises(ValueError, match="again already exists"):
         run(first, again, "released")
     with pytest.raises(FileNotFoundError, match="nowhere/config.json does not exist"):
         run(tmp_path / "nowhere", tmp_path / "x", "bf16")
