@@ -92,6 +92,23 @@ class _GatherSlots(torch.autograd.Function):
         return *(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True)), None, None
 
 
+def sum_of_parts(part: Tensor, ranks: RankGroup) -> Tensor:
+    """The sum of every rank's part, from which all ranks compute the same loss; the backward hands each rank the
+    gradient of its own part, so that only one rank may count the loss itself.
+    """
+    return part if ranks.size == 1 else _SumOfParts.apply(part, ranks)
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part: Tensor, ranks: RankGroup) -> Tensor:
+        return sum_over(part, ranks)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
 def sum_over(counts: Tensor, ranks: RankGroup) -> Tensor:
     """The sum of `counts` over all ranks, without gradient; with one rank, `counts` itself."""
     if ranks.size == 1:

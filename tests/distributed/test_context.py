@@ -83,3 +83,20 @@ def test_conversations_count_once(corpus: Path, method: list[str]) -> None:
     assert_same(found, alone, 5e-3, "grad_norm", "index_kl", "index_recall")
     last = alone[-1]
     assert 0 < last["exact_match"] < 1 and last["answers"] == 10
+
+
+def test_preference_pairs_count_once(corpus: Path) -> None:
+    """The log-probabilities of an answer are summed over both processes, its loss is counted by one."""
+    path = corpus / "pairs.jsonl"
+    pairs = [{"prompt": f"{n} + 1", "chosen": f"It is {n + 1}.", "rejected": f"No, not {n}!"} for n in range(40)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    train(1, corpus, "base", *text(corpus), "task.tokens=300", "checkpoint.export=plain")
+    settings = [
+        "task=dpo", f"init_from={corpus}/runs/base/export", f"data.paths=[{path}]", "task.tokens=2500",
+        "data.validation_share=0.3", "task.seq_len=128", "optim.schedule.peak=1.0e-3", "optim.schedule.floor=0.0",
+        "optim.schedule.warmup_steps=0",
+    ]  # fmt: skip
+    alone = train(1, corpus, "pairs-alone", *settings)
+    found = train(2, corpus, "pairs", *settings, *BOTH)
+    assert_same(found, alone, 5e-3, "grad_norm", "index_kl")
+    assert alone[-1]["pairs"] > 2 and alone[-1]["loss"] < 0.69

@@ -26,7 +26,8 @@ from train.config.rollout import ServersConfig
 from train.config.schema import Config, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
-CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "plan")  # those whose rows may be split over processes
+# the tasks whose rows may be split over processes
+CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "dpo", "rl", "distill", "plan")
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from model.parallel.collective_errors import gather_objects
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from train.config.schema import Config
 from train.distributed.failure_detector import FailureDetector, message
@@ -73,6 +74,17 @@ class World:
     def row_group(self) -> int:
         """The number of this process among ``row_groups``: which rows it computes, or shares with its group."""
         return self.rank // self.parallel.context.size
+
+    @property
+    def counts_rows(self) -> bool:
+        """True on the first of the ranks that share rows, where numbers that belong to whole rows are counted."""
+        return self.parallel.context.rank == 0
+
+    def share_rows(self, batches: list[Any]) -> list[Any]:
+        """Return the batches, CPU tensors, of all ranks that share rows with this one, in the order of ranks. Without
+        context parallelism these are ``batches``.
+        """
+        return [batch for theirs in gather_objects(batches, self.parallel.context) for batch in theirs]
 
     @property
     def first(self) -> bool:

@@ -27,7 +27,8 @@ def objective_of(run: Run, batch: Mapping[str, Any], reference: Reference) -> Pr
     assert run.config.dpo is not None
     with reference.model() as model:
         log_probs = log_probs_under(model, batch)
-    return PreferenceObjective(run.config.dpo, batch["answer"], log_probs, batch["pairs"])
+    context = run.world.parallel.context
+    return PreferenceObjective(run.config.dpo, batch["answer"], log_probs, batch["pairs"], context)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def evaluate(run: Run, reference: Reference, stop: Callable[[], bool] = lambda: 
             denominators = run.model.loss_denominators(**inputs)
             losses = run.model.losses(**inputs, denominators=denominators, objective=objective)
         sums = {name: value + objective.sums[name] for name, value in sums.items()}
-        pairs, load = pairs + batch["pairs"], load + losses.expert_load * real
+        pairs, load = pairs + batch["pairs"] * world.counts_rows, load + losses.expert_load * real
     count = int(world.sum_(pairs))
     return {
         **means(world.sum_all(sums), count),

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from model import token_log_probs
+from model.parallel.context import sum_of_parts
+from model.parallel.ranks import ONE_RANK, RankGroup
 from train.config.dpo import DpoConfig
 
 
@@ -46,6 +48,8 @@ class PreferenceObjective:
         answer: number of the answer of each token, int64 [B, S], from ``answer_numbers``.
         reference: log-probability of every supervised token under the reference policy, fp32 [B, S].
         pairs: number of pairs in the micro-batch.
+        context: the ranks that share the batch under context parallelism, each with its own tokens. All of them compute
+            the loss of whole answers; the first one counts it.
 
     Attributes:
         sums: sums over the pairs (detached, fp64): loss, number of pairs with a positive margin, margin, both rewards.
@@ -53,7 +57,8 @@ class PreferenceObjective:
 
     NAMES = ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected")
 
-    def __init__(self, dpo: DpoConfig, answer: Tensor, reference: Tensor, pairs: int):
+    def __init__(self, dpo: DpoConfig, answer: Tensor, reference: Tensor, pairs: int, context: RankGroup = ONE_RANK):
+        self.context = context
         self.dpo, self.answer, self.reference, self.pairs = dpo, answer, reference, pairs
         self.sums = {name: torch.zeros((), dtype=torch.float64, device=answer.device) for name in self.NAMES}
 
@@ -61,10 +66,14 @@ class PreferenceObjective:
         log_probs, _ = token_log_probs(hidden, weight, targets)
         answer, reference = self.answer.flatten()[places], self.reference.flatten()[places]
         ratio = log_probs.new_zeros(2 * self.pairs).index_add(0, answer, log_probs - reference)
+        ratio = sum_of_parts(ratio, self.context)
         rewards = self.dpo.beta * ratio.view(-1, 2)
         margin = rewards[:, 0] - rewards[:, 1]
         smoothing = self.dpo.label_smoothing
         loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
         found = (loss, margin > 0, margin, rewards[:, 0], rewards[:, 1])
         self.sums = {name: value.detach().double().sum() for name, value in zip(self.NAMES, found, strict=True)}
-        return loss.sum()
+        if self.context.rank == 0:
+            return loss.sum()
+        self.sums = {name: torch.zeros_like(value) for name, value in self.sums.items()}
+        return loss.sum() - loss.sum().detach()  # no value, but the gradient of this rank's tokens

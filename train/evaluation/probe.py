@@ -33,7 +33,7 @@ class Probe:
             return
         world, seen = self.run.world, self.seen
         # Every rank measures whole documents; ranks that share rows under context parallelism leave them to the first.
-        lengths = batch["seq_lens"] * (world.parallel.context.rank == 0)
+        lengths = batch["seq_lens"] * world.counts_rows
         sizes = world.gather(int(lengths.sum()))
         self.seen += sum(sizes)
         end = seen + sum(sizes[: world.rank]) + lengths.flatten().cumsum(0)

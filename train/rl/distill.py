@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
+from model.parallel.ranks import Parallel
 from train.build import Run
 from train.checkpoint.init_from import find_pretrained
 from train.config.problems import ConfigError, problem
@@ -77,6 +78,7 @@ class Teachers:
             numbers = torch.tensor([number for number, other in enumerate(self.names) if other == name])
             found, counted = batches(scored, torch.isin(scored.tasks, numbers), self.shape, version)
             counts.update(stale_tokens=counted["stale_tokens"])
+            found = self.run.world.share_rows(found)
             if self.run.world.any(bool(found)):
                 self.model(name)  # all processes load a checkpoint together
             for batch in found:
@@ -89,7 +91,7 @@ class Teachers:
     def read(self, name: str, batch: Batch) -> Tensor:
         """Run a teacher over a batch.
 
-        Returns its final hidden states at the supervised tokens, [B, S, d'], on the CPU.
+        Returns its final hidden states at the supervised tokens of this rank, [B, S, d'], on the CPU.
         """
         model, kept = self.model(name), {}
 
@@ -111,7 +113,8 @@ class Teachers:
         """Return a teacher's model, after loading it in place of the previous teacher if necessary."""
         if self.loaded is None or self.loaded[0] != name:
             self.loaded = None  # release the old teacher first; memory may not hold two
-            self.loaded = name, load_frozen(self.run, name)
+            parallel = Parallel(context=self.run.world.parallel.context)  # whole on every process, rows shared
+            self.loaded = name, load_frozen(self.run, name, parallel)
         return self.loaded[1]
 
     def head(self, name: str) -> Tensor:

@@ -8,10 +8,14 @@ number of tokens and in the KL divergence.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from model import token_log_probs
+from model.parallel.context import sum_over
+from model.parallel.ranks import ONE_RANK, RankGroup
 from train.config.rl import PolicyLoss
 
 
@@ -26,6 +30,7 @@ class PolicyObjective:
         advantage: advantage of the response that the token belongs to, fp32.
         response: number of the response that the token belongs to, counted from 0, int64.
         reference: log-probability of each token under the reference policy, fp32; needed if ``loss.kl`` is not 0.
+        context: the ranks that share the batch under context parallelism, each with its own tokens.
     """
 
     NAMES = ("ratio", "clipped", "off_policy", "kl", "entropy", "approx_kl")
@@ -38,7 +43,9 @@ class PolicyObjective:
         advantage: Tensor,
         response: Tensor,
         reference: Tensor | None = None,
+        context: RankGroup = ONE_RANK,
     ):
+        self.context = context
         self.loss, self.temperature = loss, temperature
         self.tensors = {"old_log_probs": old_log_probs, "advantage": advantage, "response": response}
         if reference is not None:
@@ -56,7 +63,8 @@ class PolicyObjective:
         masked = torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss.off_policy_threshold is not None:
             threshold = self.loss.off_policy_threshold
-            masked = off_policy_mask(log_ratio.detach(), at["advantage"], at["response"], threshold)
+            responses = Responses(at["response"], int(self.tensors["response"].max()) + 1, self.context)
+            masked = off_policy_mask(log_ratio.detach(), at["advantage"], responses, threshold)
         policy, clipped = clipped_loss(ratio, at["advantage"], self.loss.clip_low, self.loss.clip_high)
         total = policy.masked_fill(masked, 0.0).sum()
         divergence = torch.zeros_like(ratio)
@@ -88,7 +96,17 @@ def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
     return ratio * (log_quotient.exp() - log_quotient - 1)
 
 
-def off_policy_mask(log_ratio: Tensor, advantage: Tensor, response: Tensor, threshold: float) -> Tensor:
+class Responses(NamedTuple):
+    """Which of ``total`` responses each of R tokens belongs to (int64 [R]), and the ranks that have the other tokens of
+    these responses.
+    """
+
+    of_token: Tensor
+    total: int
+    context: RankGroup = ONE_RANK
+
+
+def off_policy_mask(log_ratio: Tensor, advantage: Tensor, responses: Responses, threshold: float) -> Tensor:
     """Return which of R tokens (bool [R]) belong to a response that is left out of the policy loss.
 
     Left out are responses with a negative advantage that have become off-policy: the mean of log(old policy's
@@ -96,8 +114,8 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, response: Tensor, thre
     write such a response, so little can be learnt from it, and lowering its probability further makes training
     unstable. Responses with a positive advantage are never left out.
     """
-    count = int(response.max()) + 1 if response.numel() else 0
-    zeros = log_ratio.new_zeros(count)
+    response, zeros = responses.of_token, log_ratio.new_zeros(responses.total)
     distance = zeros.index_add(0, response, -log_ratio)
     tokens = zeros.index_add(0, response, torch.ones_like(log_ratio))
+    distance, tokens = sum_over(torch.stack([distance, tokens]), responses.context)
     return ((distance / tokens.clamp(min=1)) > threshold)[response] & (advantage < 0)

@@ -25,12 +25,13 @@ class PolicyGradient:
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """Pack the responses of groups whose rewards differ into batches.
+        """Pack the responses of groups whose rewards differ into batches. Under context parallelism the batches of all
+        ranks that share rows are returned.
 
         Returns the batches, and the counts of ``train.rl.batch.batches`` plus the number of groups with equal rewards.
         """
         made, counts = batches(scored, scored.informative, self.shape, version)
-        return made, {**counts, "zero_variance": scored.zero_variance}
+        return self.run.world.share_rows(made), {**counts, "zero_variance": scored.zero_variance}
 
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
         """Return the function that computes the losses of a micro-batch in ``train_step``.
@@ -45,7 +46,8 @@ class PolicyGradient:
             if self.reference is not None:
                 with self.reference.model() as model:
                     tensors["reference"] = log_probs_under(model, batch, settings.temperature)
-            objective = PolicyObjective(loss, settings.temperature, **tensors)
+            context = self.run.world.parallel.context
+            objective = PolicyObjective(loss, settings.temperature, **tensors, context=context)
             inputs = {name: batch[name] for name in INPUTS} | {"layout": batch.get("layout")}
             found = self.run.model.losses(**inputs, denominators=denominators, objective=objective)
             add_sums(sums, objective.sums)

@@ -79,7 +79,7 @@ def step(
     Updates the counters in ``state`` and returns the step's record.
     """
     micro_batches = [prepared(run, batch) for batch in read]
-    pairs = run.world.sum_(torch.tensor(sum(batch["pairs"] for batch in micro_batches)))
+    pairs = run.world.sum_(torch.tensor(sum(batch["pairs"] for batch in micro_batches) * run.world.counts_rows))
     sums: dict[str, torch.Tensor] = {}
 
     def losses_of(batch: Batch, denominators: LossDenominators) -> Losses:

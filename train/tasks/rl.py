@@ -194,7 +194,7 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
     mine = [run.prepare(batch) for batch in [*mine, *[empty_batch(policy.shape)] * dummy_batches]]
     sums: dict[str, torch.Tensor] = {}
     numbers = None
-    taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine)
+    taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine) * run.world.counts_rows
     if sum(run.world.gather(taught)):
         numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(sums), dummy_batches)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from train.config.rl import PolicyLoss
-from train.rl.loss import PolicyObjective, clipped_loss, off_policy_mask, unbiased_kl
+from train.rl.loss import PolicyObjective, Responses, clipped_loss, off_policy_mask, unbiased_kl
 
 LOSS = PolicyLoss(clip_low=0.2, clip_high=0.3, off_policy_threshold=None, kl=0.0)
 
@@ -50,12 +50,12 @@ def test_drift_masks_bad_responses_that_are_far_off_policy() -> None:
     log_ratio = torch.tensor([-0.3, -0.5, -0.3, -0.5, 0.3, -0.1, -2.0])
     response = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
-    masked = off_policy_mask(log_ratio, advantage, response, threshold=0.35)
+    masked = off_policy_mask(log_ratio, advantage, Responses(response, 4), threshold=0.35)
     assert masked.tolist() == [True, True, False, False, False, False, True]
-    masked = off_policy_mask(log_ratio, advantage, response, threshold=0.45)
+    masked = off_policy_mask(log_ratio, advantage, Responses(response, 4), threshold=0.45)
     assert not masked[:6].any(), "the mean over a response decides"
     empty = torch.zeros(0)
-    assert off_policy_mask(empty, empty, empty.long(), 0.1).shape == (0,)
+    assert off_policy_mask(empty, empty, Responses(empty.long(), 0), 0.1).shape == (0,)
 
 
 def given(reference: bool) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:

@@ -62,18 +62,26 @@ def two_processes(rl_overrides: list[str], tmp_path: Path) -> Callable[..., None
     return start
 
 
-@pytest.mark.parametrize("adapter", [[], ["lora=all", "optim=adamw", "lora.rank=4"]], ids=["whole", "adapter"])
+ADAPTER = ["lora=all", "optim=adamw", "lora.rank=4"]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "rows"),
+    [([], []), (ADAPTER, []), ([], ["parallel.context_parallel=2"]), (ADAPTER, ["parallel.context_parallel=2"])],
+    ids=["whole", "adapter", "whole, rows split", "adapter, rows split"],
+)
 def test_two_processes_take_the_step_of_one(
     make_rl,
     two_processes,
     tmp_path: Path,
     adapter: list[str],
+    rows: list[str],
     no_rounding,  # noqa: F811
 ) -> None:
     """The same responses, so the same measures; gradients and biases summed over both; and one log."""
     small = [*adapter, "task.tokens=300", "rl.loss.kl=0.1"]
     rl.run(make_rl("name=one", *small))
-    two_processes("name=two", *small, command=("-c", PLAIN))
+    two_processes("name=two", *small, *rows, command=("-c", PLAIN))
     one, two = make_rl("name=one", *small), make_rl("name=two", *small)
     for ours, theirs in zip(records(one), records(two), strict=True):
         assert ours.keys() == theirs.keys()
@@ -98,12 +106,13 @@ def test_ahead_of_the_policy_a_stopped_run_goes_on_exactly(make_rl, two_processe
     assert_same_run(whole, split)
 
 
+@pytest.mark.parametrize("keys", [[], ["context_parallel"]], ids=["whole rows", "rows split"])
 def test_a_spread_policy_is_taught_on_what_servers_write(
-    make_rl, distill_changes, teachers, two_processes, make_server, servers_of
+    make_rl, distill_changes, teachers, two_processes, make_server, servers_of, keys: list[str]
 ) -> None:
     """Two teachers, half of the experts on each process: the step that one process takes on its own responses."""
     fixed, server = [*distill_changes(teachers), "task.tokens=300"], make_server()
-    split = [f"parallel.{key}=2" for key in ("world_size", "expert_parallel", "table_shards")]
+    split = [f"parallel.{key}=2" for key in ("world_size", "expert_parallel", "table_shards", *keys)]
     alone = make_rl(*fixed, "name=one")
     spread = make_rl(*fixed, *servers_of(server), *split, "name=two")
     rl.run(alone)
