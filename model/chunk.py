@@ -26,7 +26,8 @@ def chunk_of(
     layout: SequenceLayout, config: TextConfig, ranks: RankGroup, takes_feature: Tensor | None = None
 ) -> SequenceLayout:
     """The layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks of equal size, one for
-    each rank.
+    each rank. Nothing of the result keeps the layout of all tokens in memory, but for the numbers of documents and the
+    two index tensors of `GatherPlan`.
 
     takes_feature bool [B, S]: the tokens whose embedding is an image feature (None: there is no image). If there are
     fewer tokens than ranks, the last ranks get none.
@@ -40,21 +41,21 @@ def chunk_of(
     chunk = Chunk(
         ranks=ranks,
         window=_halo(torch.cat([layout.window_start, cuts[-1:]])[cuts[:-1]], cuts, ranks.rank),
-        lookback=place[before],
-        lookback_image=None if layout.image is None else layout.image[before],
+        lookback=place[before].clone(),
+        lookback_image=None if layout.image is None else layout.image[before].clone(),
         feature_slots=_feature_slots(takes_feature, place, start, stop),
     )
     return replace(
         layout,
-        gather=place[own],
-        document=layout.document[own],
+        gather=place[own].clone(),
+        document=layout.document[own].clone(),
         document_start=layout.document_start[own] - start,
         window_start=layout.window_start[own] - start,
         decoder_window_start=layout.decoder_window_start[own] - start,
-        position=layout.position[own],
-        image=None if layout.image is None else layout.image[own],
-        phasors=layout.phasors[own],
-        phasors_yarn=layout.phasors_yarn[own],
+        position=layout.position[own].clone(),
+        image=None if layout.image is None else layout.image[own].clone(),
+        phasors=layout.phasors[own].clone(),
+        phasors_yarn=layout.phasors_yarn[own].clone(),
         entries={
             ratio: _own_entries(entries, layout.document_lengths, cuts, ranks.rank)
             for ratio, entries in layout.entries.items()
@@ -86,10 +87,10 @@ def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank:
         entries,
         members=members,
         phasors=entries.phasors[own.clamp(min=0)],
-        visible_from=entries.visible_from[start:stop],
-        visible_to=entries.visible_to[start:stop],
-        host_from=entries.host_from[start:stop],
-        host_to=entries.host_to[start:stop],
+        visible_from=entries.visible_from[start:stop].clone(),
+        visible_to=entries.visible_to[start:stop].clone(),
+        host_from=entries.host_from[start:stop].copy(),
+        host_to=entries.host_to[start:stop].copy(),
         halo=halo,
         gathered=GatherPlan(capacity, place, slot),
     )

@@ -303,6 +303,17 @@ def test_golden_cases() -> None:
         assert abs((nats + more_nats) / (targets + more_targets) - oracle.expected["loss"]) <= 1e-2, name
 
 
+def test_a_chunk_does_not_keep_the_whole_layout_in_memory() -> None:
+    built = tiny_model(vision=True)
+    built.parallel = Parallel(context=RankGroup(None, 3, 8))
+    layout = built.lay_out(tokens(1, 4000), vision_token_types=torch.full((1, 4000), -1))
+    held = [layout, layout.chunk, *layout.entries.values()]
+    tensors = [x for part in held for x in vars(part).values() if isinstance(x, Tensor)]
+    assert layout.tokens == 500 and len(tensors) >= 20
+    assert all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in tensors)
+    assert all(x.base is None for entries in layout.entries.values() for x in (entries.host_from, entries.host_to))
+
+
 def test_a_wrong_number_of_image_tokens_is_refused_in_a_chunk() -> None:
     built = tiny_model(vision=True)
     built.parallel = Parallel(context=RankGroup(None, 0, 2))
