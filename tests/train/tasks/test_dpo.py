@@ -144,7 +144,7 @@ def test_the_chosen_answers_gain(make, lora: str) -> None:
     records = numbers(config.run_dir)
     first, last = (record for record in records if record["kind"] == "valid")
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
-    assert last["accuracy"] > 0.9 and last["loss"] < 0.6 * first["loss"]
+    assert last["accuracy"] > 0.9 and last["loss"] < 0.7 * first["loss"]
     assert last["reward_chosen"] > last["reward_rejected"]
     assert (config.run_dir / "dpo.png").is_file()
     exported = load_pretrained(config.run_dir / "export")
