@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-STUDIES = optimizers methods indexer balance qat
+STUDIES = optimizers methods indexer balance qat draft_loss
 .PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed lint docs docs-check coverage clean
 
@@ -58,6 +58,11 @@ studies: $(STUDIES:%=study-%)
 
 $(STUDIES:%=study-%): study-%: install
 	@$(PY) -m train.studies $* $(ARGS)
+
+study-draft_loss: runs/study/backbone/export/config.json
+
+runs/study/backbone/export/config.json: | $(STAMP)
+	@$(PY) -m train task=pretrain experiment=study name=backbone output=runs/study checkpoint.export=plain
 
 # Tests of one file stay together, as they share what its fixtures made.
 PARALLEL = -n auto --dist loadfile

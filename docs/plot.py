@@ -84,7 +84,7 @@ def effort(numbers: dict[str, Any]) -> Figure:
 
 def studies(numbers: dict[str, Any]) -> Figure:
     """Every seed of every arm of the studies, and the mean of each arm."""
-    figure, axes = pyplot.subplots(2, 3, figsize=(10, 4.6))
+    figure, axes = pyplot.subplots(2, 4, figsize=(13, 4.6))
     for axis, study in zip(axes.flat, numbers["studies"], strict=True):
         _arms(axis, study["arms"])
         axis.set(xlabel=study["measure"], title=study["title"])

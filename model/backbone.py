@@ -359,12 +359,32 @@ class DeepseekV41(nn.Module):
         reads the values of the batch; no other function does. Under context parallelism all ranks of a group get the
         same batch, and the layout is that of this rank's chunk.
         """
+        checked = (attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing)
+        return self.own_chunk(self.lay_out_whole(input_ids, labels, *checked), vision_token_types)
+
+    def lay_out_whole(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        vision_token_types: Tensor | None = None,
+        replay_start: Tensor | None = None,
+        prompt_lens: Tensor | None = None,
+        routing: Tensor | None = None,
+        **_: Tensor,
+    ) -> SequenceLayout:
+        """As `lay_out`, but always the layout of all tokens."""
         layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
         _check_ids(layout.flatten(input_ids), input_ids, self.config.text.vocab_size)
         if routing is not None:
             check_routing(self.config.text, routing, layout.rows, layout.row_length)
         if labels is not None:
             layout = self._with_labels(layout, input_ids, labels, seq_lens, prompt_lens)
+        return layout
+
+    def own_chunk(self, layout: SequenceLayout, vision_token_types: Tensor | None = None) -> SequenceLayout:
+        """This rank's chunk of the layout of all tokens; without context parallelism that layout itself."""
         if self.parallel.context.size == 1:
             return layout
         takes_feature = None if vision_token_types is None else vision_token_types == IMAGE

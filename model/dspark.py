@@ -49,6 +49,7 @@ from model.layout import SequenceLayout
 from model.loss import draft_distances
 from model.moe import MoEFirstPass, Routing
 from model.norm import RMSNorm
+from model.parallel.context import gather_chunks
 from model.parallel.ranks import Parallel, mark_shards
 from model.precision import for_products
 from model.rope import inverse_frequencies, rotations
@@ -92,6 +93,19 @@ class Anchors(NamedTuple):
         if len(self.real) != self.shape.numel():
             x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
         return x.view(*self.shape, *x.shape[1:])
+
+
+class SplitLayout(NamedTuple):
+    """A micro-batch under context parallelism: the layout of all its tokens, which the drafter reads, and that of this
+    rank's chunk, which the backbone computes.
+    """
+
+    whole: SequenceLayout
+    chunk: SequenceLayout
+
+    def to(self, device: torch.device) -> SplitLayout:
+        """The same on another device."""
+        return SplitLayout(self.whole.to(device), self.chunk.to(device))
 
 
 class Drafted(NamedTuple):
@@ -402,25 +416,29 @@ class Drafter(nn.Module):
         found = (loss, *(x.detach() for x in (ce, l1, bce)), tau)
         return DraftLoss(*found, *shown, terms.expert_load)  # type: ignore[call-arg]
 
-    def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor) -> SequenceLayout:
-        """See `DeepseekV41.lay_out`."""
-        return self.backbone.lay_out(input_ids, labels, **batch)
+    def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Any) -> SequenceLayout | SplitLayout:
+        """See `DeepseekV41.lay_out`. Under context parallelism the drafter needs all tokens besides its chunk."""
+        whole = self.backbone.lay_out_whole(input_ids, labels, **batch)
+        if self.parallel.context.size == 1:
+            return whole
+        return SplitLayout(whole, self.backbone.own_chunk(whole, batch.get("vision_token_types")))
 
     def loss_denominators(
         self,
         input_ids: Tensor,
         labels: Tensor,
         anchors: Tensor,
-        layout: SequenceLayout | None = None,
+        layout: SequenceLayout | SplitLayout | None = None,
         **batch: Tensor,
     ) -> DraftDenominators:
-        """The contribution of this micro-batch to the loss denominators of its step, computed without a forward
-        pass.
+        """The contribution of this micro-batch to the loss denominators of its step, computed without a forward pass:
+        under context parallelism, that of the tokens of this rank's chunk and of this rank's share of the anchors.
         """
         layout = layout or self.lay_out(input_ids, labels, **batch)
-        where = self.locate(anchors, layout, input_ids.shape)
-        slots = slots_of(where, layout, input_ids, labels, self.block_size)
-        return DraftDenominators(labels.new_full((), layout.tokens), slots.valid.sum(0))
+        whole, chunk = layout if isinstance(layout, SplitLayout) else (layout, layout)
+        where = self.locate(anchors, whole, input_ids.shape)
+        slots = slots_of(where, whole, input_ids, labels, self.block_size)
+        return DraftDenominators(labels.new_full((), chunk.tokens), slots.valid.sum(0))
 
     def losses(
         self,
@@ -497,8 +515,9 @@ class Drafter(nn.Module):
         return first.main_norm(first.main_proj(for_products(entering, first.main_proj.weight)))
 
     def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
-        """Find the anchors of rows [B, S] in the sequence layout. Raises ValueError if the anchors have a wrong shape,
-        or if the position before an anchor is padding or outside the row.
+        """Find the anchors of rows [B, S] in the layout of all tokens. Under context parallelism every rank gets a
+        share of the anchors, and the others count as padding. Raises ValueError if the anchors have a wrong shape, or
+        if the position before an anchor is padding or outside the row.
         """
         rows, length = shape
         wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
@@ -517,10 +536,20 @@ class Drafter(nn.Module):
             raise ValueError(
                 f"anchors: {at} has no token before it; allowed are 1..{length} if a non-padding token precedes, or -1"
             )
-        return Anchors(anchors.shape, real, last)
+        share = slice(self.parallel.context.rank, None, self.parallel.context.size)
+        return Anchors(anchors.shape, real[share], last[share])
 
     def _features(self, input_ids: Tensor, batch: dict[str, Any]) -> Features:
-        return self.backbone.features(self.config.text.dspark_target_layer_ids, input_ids, **batch)
+        """The backbone's states for all tokens. Under context parallelism every rank computes those of its chunk and
+        receives the others, which need no gradient.
+        """
+        layout = batch.get("layout") or self.lay_out(input_ids, **batch)
+        whole, chunk = layout if isinstance(layout, SplitLayout) else (layout, layout)
+        found = self.backbone.features(
+            self.config.text.dspark_target_layer_ids, input_ids, **{**batch, "layout": chunk}
+        )
+        states = (gather_chunks(x, whole.tokens, self.parallel.context) for x in (found.hidden, found.entering))
+        return Features(whole, *states)
 
     def _blocks(
         self, main_x: Tensor, where: Anchors, layout: SequenceLayout, first: Tensor

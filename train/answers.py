@@ -109,7 +109,7 @@ def own_answers(
             detail = "data.answers=own generates answers to text only; leave these conversations out, or use given"
             raise DataError(f"{split} split", 0, "image in a conversation", detail)
         path = folder / f"{split}.jsonl"
-        if not path.is_file():
+        if world.any(not path.is_file()):
             _generate(config, model, drafter, store, folder, split, world)
         notes.append(f"{split} data with the model's own answers: {_counts(path)}: {path}")
         files.append(path)

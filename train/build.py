@@ -339,9 +339,19 @@ def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[s
     size = sum(map(whole_size, backbone.parameters()))
     notes = [f"backbone of {size:,} parameters, not trained: {origin}"]
     assert config.dspark is not None
-    if config.dspark.drafter is None and holds_drafter(origin):
-        return load_drafter(origin, backbone), [*notes, f"drafter: its training continues from {origin}"]
-    return build_drafter(backbone, config.seed), [*notes, "drafter: new"]
+    drafter, note = find_drafter(config, backbone, new=config.dspark.drafter is not None)
+    return drafter, [*notes, note]
+
+
+def find_drafter(config: Config, backbone: DeepseekV41, new: bool = False) -> tuple[Drafter, str]:
+    """Load the drafter that ``init_from`` holds, or build a new one: if it holds none, or if ``new``.
+
+    Returns the drafter and a line for the log.
+    """
+    origin = find_pretrained(config.initial_checkpoint).folder
+    if not new and holds_drafter(origin):
+        return load_drafter(origin, backbone), f"drafter: its training continues from {origin}"
+    return build_drafter(backbone, config.seed), "drafter: new"
 
 
 def with_own_answers(config: Config, drafter: Drafter, tokenizer: Tokenizer, world: World) -> tuple[Config, list[str]]:
@@ -376,9 +386,9 @@ def build_optimizer(
     world: the processes that share the optimizer's work; None means that this process is the only one.
     """
     optim = config.optim
-    if config.lora.on:
+    if config.lora.on and not isinstance(model, Drafter):
         rules = adapter_rules()
-    elif config.dspark is not None:
+    elif isinstance(model, Drafter):
         switches: dict[str, Any] = {name: getattr(optim, name) for name in ("per_head", "tables", "tables_lr_factor")}
         rules = (
             drafter_rules(model_config, **switches) if optim.rules == "report" else adamw_drafter_rules(model_config)

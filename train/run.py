@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from data.tokenizer_files import tokenizer_files
-from model import convert_checkpoint, save_pretrained
+from model import Drafter, convert_checkpoint, save_pretrained
 from model.checkpoint.names import MERGED
 from model.packed import holds_packed
 from model.parallel.collective_errors import all_or_none
@@ -154,22 +154,25 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
     ]
 
 
-def report_files(run: Run, reporter: Reporter) -> None:
-    """Export the model of the finished run if the configuration asks for it, and log which files the run wrote."""
+def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -> None:
+    """Export the model of the finished run if the configuration asks for it, and log which files the run wrote.
+
+    drafter: was trained beside the model, and is exported with it.
+    """
     directory = run.config.run_dir
     reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:
         reporter.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
-        export(run, directory / "export")
+        export(run, directory / "export", drafter)
         reporter.log(f"export:     {directory / 'export'}")
     if (picture := reporter.plot()) is not None:
         reporter.log(f"plot:       {picture}")
     reporter.log(f"metrics:    {directory / 'metrics.jsonl'}")
 
 
-def export(run: Run, folder: Path) -> None:
-    """Write the model of the finished run as a checkpoint folder. All ranks call this together.
+def export(run: Run, folder: Path, drafter: Drafter | None = None) -> None:
+    """Write the model of the finished run as a checkpoint folder, with its drafter. All ranks call this together.
 
     If the base weights are held packed (``lora.base``), the adapter is merged while the files of the base checkpoint
     are copied, a few rows at a time, so the merged weights are never in memory as a whole.
@@ -194,7 +197,7 @@ def export(run: Run, folder: Path) -> None:
         format=form,
         companions=files,
         ranks=storage.ranks(),
-        drafter=run.model if config.dspark is not None else None,
+        drafter=run.model if config.dspark is not None else drafter,
     )
 
 

@@ -109,6 +109,23 @@ class _SumOfParts(torch.autograd.Function):
         return grad, None
 
 
+@torch.no_grad()
+def gather_chunks(x: Tensor, tokens: int, ranks: RankGroup) -> Tensor:
+    """The rows [tokens, ...] of all chunks in order, from this rank's rows [T, ...], without gradient. The chunks are
+    those that `model/chunk.py` cuts, so their sizes differ by one at most.
+    """
+    if ranks.size == 1:
+        return x
+    cuts = torch.arange(ranks.size + 1) * tokens // ranks.size
+    capacity = int(cuts.diff().max())
+    sent = x.new_zeros(capacity, *x.shape[1:])
+    sent[: len(x)] = x
+    found = x.new_empty(ranks.size * capacity, *x.shape[1:])
+    dist.all_gather_single(found, sent, group=ranks.group)
+    parts = found.split(capacity)
+    return torch.cat([part[:size] for part, size in zip(parts, cuts.diff().tolist(), strict=True)])
+
+
 def sum_over(counts: Tensor, ranks: RankGroup) -> Tensor:
     """The sum of `counts` over all ranks, without gradient; with one rank, `counts` itself."""
     if ranks.size == 1:

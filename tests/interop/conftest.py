@@ -138,6 +138,37 @@ def full_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 @pytest.fixture(scope="session")
+def drafter_toy(full_toy: Toy) -> Toy:
+    """The toy with everything and a drafter that was trained for it for some steps."""
+    shape = "num_nextn_predict_layers: 2, dspark_target_layer_ids: [2, 4, 5], dspark_block_size: 4, "
+    shape += "dspark_noise_token_id: 511, dspark_markov_rank: 32, dspark_n_routed_experts: 4, "
+    shape += "dspark_num_experts_per_tok: 2"
+    run(
+        "task=dspark",
+        "name=drafter",
+        f"output={full_toy.folder}",
+        f"init_from={full_toy['plain']}",
+        f"dspark.drafter={{{shape}}}",
+        "data.source=digits",
+        f"data.cache_dir={full_toy.folder}/cache",
+        "task.seq_len=128",
+        "task.micro_batch=4",
+        "task.global_batch_rows=4",
+        "task.tokens=5000",
+        "task.eval_every=100000",
+        "dspark.tokens_per_anchor=1",
+        "optim.schedule.peak=5.0e-3",
+        "checkpoint.every=100000",
+        "logger.progress=false",
+        "parallel.device=cpu",
+    )
+    toy = Toy(full_toy.folder / "drafter")
+    for format in FORMATS[1:]:
+        run("task=convert", f"src={toy['plain']}", f"dst={toy[format]}", f"format={format}")
+    return toy
+
+
+@pytest.fixture(scope="session")
 def passages(corpus: Path, text_toy: Toy) -> list[list[int]]:
     """Token ids of 4 real passages of 120 tokens, BOS in front."""
     from transformers import AutoTokenizer

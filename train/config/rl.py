@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from data.chat.conversation import effort_budget
+from model import DraftObjective
 from train.config.rollout import ServersConfig
 from train.config.strict import STRICT
 
@@ -71,7 +72,14 @@ class RlConfig:
     reward_seconds: PositiveFloat  # time limit of one call of a reward function; after it the reward is 0
     eval_prompts: PositiveInt  # number of held-out prompts in an evaluation, each answered once under every effort
     eval_efforts: list[Effort]
+    drafter: bool  # train the drafter of the checkpoint along with the policy, and generate responses with it
+    drafter_lr_factor: PositiveFloat  # multiplies the drafter's learning rate
     rollout: ServersConfig | None = None  # servers that write responses; null: the training processes do
+
+    @property
+    def draft_objective(self) -> DraftObjective:
+        """The loss of the drafter: DeepSpec's weights; the confidence loss trains the confidence head only."""
+        return DraftObjective()
 
     @property
     def trained(self) -> list[int]:

@@ -140,6 +140,22 @@ def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         rule = "inference servers load whole weights and cannot load an adapter"
         remedy = "Use rollout=local, or leave lora out"
         yield {"lora.targets", "rl"}, problem("lora.targets", config.lora.targets, rule, remedy)
+    if config.rl.drafter:
+        yield from _policy_drafter_rules(config)
+
+
+def _policy_drafter_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    """Rules for a drafter that is trained along with the policy (``rl.drafter``)."""
+    assert config.rl is not None
+    if config.rl.rollout is not None:
+        rule, remedy = "inference servers write the responses, without this drafter", "Use rollout=local, or false"
+        yield {"rl"}, problem("rl.drafter", True, rule, remedy)
+    if config.lora.on:
+        rule, remedy = "is trained along with whole weights only, not with an adapter", "Leave lora out, or use false"
+        yield {"rl", "lora.targets"}, problem("rl.drafter", True, rule, remedy)
+    for line in _shape_problems(config.model) if config.init_from else ():
+        remedy = "Train a drafter first: python -m train task=dspark"
+        yield {"rl", "model"}, f"rl.drafter: init_from describes no drafter: {line}. {remedy}"
 
 
 def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -363,13 +379,21 @@ def _address_problem(url: str) -> str | None:
     return None
 
 
+def _shape_problems(model: Mapping[str, Any]) -> list[str]:
+    """Every problem with the drafter that a model configuration describes; none if it is no valid configuration."""
+    try:
+        return drafter_problems(ModelConfig.from_dict(dict(model)).text)
+    except ValueError:  # `_model_rules` reports this
+        return []
+
+
 def _drafter_problems(dspark: DsparkConfig, model: Mapping[str, Any], expert_parallel: int) -> Iterator[str]:
     """Yield every problem with the shape and the loss of a drafter for the model ``model``."""
     try:
         text = ModelConfig.from_dict(dict(model)).text
     except ValueError:  # `_model_rules` reports this
         return
-    for line in drafter_problems(text):
+    for line in _shape_problems(model):
         yield f"model.text_config.{line}. Describe a drafter: dspark.drafter={{num_nextn_predict_layers: 3, ...}}"
     if text.dspark_n_routed_experts % expert_parallel:
         rule = f"must divide dspark_n_routed_experts = {text.dspark_n_routed_experts}"

@@ -11,6 +11,7 @@ step, then collect.py, batch.py, policy_gradient.py and distill.py. Each file im
     batch              packs the responses of groups into rows
     loss               the clipped policy-gradient objective of a micro-batch
     reference          a second, frozen policy beside the trained one, and its log-probabilities for a batch
+    drafting           a drafter that is trained along with the policy
     policy_gradient    task=rl: selects the responses that are trained on, and computes their losses
     distill            task=distill: runs the teachers, and computes the distillation loss
     report             the log lines and the plot of an RL run

@@ -60,7 +60,17 @@ def step_line(record: Mapping[str, Any]) -> str:
         f"collect={record['collect_seconds'] / max(record['seconds'], 1e-9):.0%}",
     ]
     parts += [f"reward_{name}={count}" for name, count in sorted(record["failures"].items())]
-    return " ".join(parts)
+    return " ".join([*parts, *_drafter(record.get("drafter", {}))])
+
+
+def _drafter(record: Mapping[str, Any]) -> list[str]:
+    """How many drafts the policy accepted in a pass; tau, alpha by slot and calibration error in training."""
+    names = (("accepted", ".2f"), ("tau", ".3f"), ("ece", ".3f"))
+    alpha = ",".join(shown(value, ".2f") for value in record.get("alpha", ()))
+    return [
+        *(f"{name}={shown(record[name], form)}" for name, form in names if name in record),
+        *([f"alpha={alpha}"] if alpha else []),
+    ]
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:

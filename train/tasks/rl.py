@@ -27,7 +27,7 @@ import torch
 
 from data.tokenizer import special_ids
 from data.tokenizer_files import tokenizer_files
-from model import DeepseekV41, save_pretrained
+from model import DeepseekV41, Drafter, save_pretrained
 from train.build import Run, build
 from train.checkpoint import storage
 from train.checkpoint.background import Background
@@ -39,6 +39,7 @@ from train.loop import repeat, train_step
 from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, Group, SamplingPlan, encoded
 from train.rl.distill import Teachers
+from train.rl.drafting import PolicyDrafter, accepted
 from train.rl.policy_gradient import PolicyGradient
 from train.rl.prompts import Prompts
 from train.rl.reference import BaseModel, Copy, Reference
@@ -61,6 +62,7 @@ class Policy:
     held_out: Prompts
     method: PolicyGradient | Teachers  # selects responses and computes losses: task=rl, task=distill
     shape: Shape
+    drafter: PolicyDrafter | None  # rl.drafter: trained along, and used for the responses
 
 
 def run(config: Config) -> None:
@@ -85,6 +87,8 @@ def run(config: Config) -> None:
             with closing(policy.collector.rollout):
                 if folder:
                     policy.collector.load_state_dict(read_rollout(policy, state))
+                    if policy.drafter is not None:
+                        policy.drafter.resume(state)
                 with run_logger(objects, state, folder, changes, RlReporter) as reporter:
                     train(policy, state, reporter)
                     _summarise(policy, state, reporter)
@@ -128,15 +132,19 @@ def make_policy(run: Run, rewards: Rewards, reference: Reference | None) -> Poli
         staleness=settings.staleness,
     )
     method = Teachers(run, shape) if config.task.kind == "distill" else PolicyGradient(run, shape, reference)
-    collector = Collector(plan, prompts, open_rollout(run), rewards, run.tokenizer)
-    return Policy(run, collector, held_out, method, shape)
+    drafter = PolicyDrafter(run, shape) if settings.drafter else None
+    rollout = open_rollout(run, None if drafter is None else drafter.drafter)
+    collector = Collector(plan, prompts, rollout, rewards, run.tokenizer)
+    return Policy(run, collector, held_out, method, shape, drafter)
 
 
-def open_rollout(run: Run) -> Rollout:
-    """Build the rollout that ``rl.rollout`` chooses: generation in this process, or on inference servers."""
+def open_rollout(run: Run, drafter: Drafter | None = None) -> Rollout:
+    """Build the rollout that ``rl.rollout`` chooses: generation in this process, with a drafter if there is one, or on
+    inference servers.
+    """
     servers = run.rl.rollout
     if servers is None:
-        return LocalRollout(run.model, run.rl.in_flight, run.autocast)
+        return LocalRollout(run.model, run.rl.in_flight, run.autocast, drafter)
 
     def export(model: DeepseekV41, folder: Path) -> None:
         files = tokenizer_files(run.config.data, run.tokenizer)
@@ -197,6 +205,8 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
     taught = sum(int((batch["labels"] >= 0).sum()) for batch in mine) * run.world.counts_rows
     if sum(run.world.gather(taught)):
         numbers = train_step(run, mine, state.step, state.tokens, method.losses_of(sums), dummy_batches)
+    drafted = None if policy.drafter is None else policy.drafter.step(scored, state)
+    counts |= accepted(scored)
     counts |= {"tokens": sum(_tokens(response.sample) for response in scored.responses), "taught": taught}
     counts |= {"groups": scored.groups, "version_lag": _lag(scored, state.step)}
     met = torch.stack(list(sums.values())).tolist() if sums else []  # one transfer from the device
@@ -209,6 +219,8 @@ def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, 
             "grad_norm": float(numbers["grad_norm"]),
             "lr": numbers["lr"],
         }
+    if policy.drafter is not None:
+        record["drafter"] = {"accepted": total["drafts_accepted"] / max(total["draft_passes"], 1), **(drafted or {})}
     return record
 
 
@@ -337,6 +349,8 @@ def save_all(policy: Policy, state: TrainerState, background: Background | None 
     if run.world.first:  # needed to resume with another number of processes
         write_text(begun_file(folder, state.step), json.dumps({"begun": begun}))
     run.world.barrier()
+    if policy.drafter is not None:
+        policy.drafter.save(state)
     saved = run.save(state, background)
     if run.world.first:
         kept = {state.step} | {int(path.name[5:]) for path in saved.parent.glob("step-*")}
@@ -429,4 +443,4 @@ def _summarise(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
     assert state.first_valid is not None and state.last_valid is not None
     reporter.log(table(state.first_valid, state.last_valid))
     reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    report_files(policy.run, reporter)
+    report_files(policy.run, reporter, None if policy.drafter is None else policy.drafter.drafter)

@@ -27,6 +27,7 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.dspark.anchors import HELD_OUT, candidates, with_anchors
 from train.dspark.evaluate import evaluate, measures
+from train.logging.wandb import scalars
 from train.studies import drafter as study
 from train.tasks import dspark, pretrain
 
@@ -79,6 +80,8 @@ def test_the_backbone_stays_and_the_drafter_learns(make, origin: Path, capsys) -
     steps = [record for record in records if record["kind"] == "train"]
     assert all(len(record["alpha"]) == 4 and record["blocks"] > 20 for record in steps)
     assert all(len(record["expert_load"]["text"]["entropy"]) == 2 for record in steps)
+    logged = dict(scalars(steps[-1]))  # what W&B gets
+    assert {"tau", "ece", "alpha.0", "alpha.3", "expert_load.text.entropy.1", "confidence"} <= logged.keys()
     assert any(after[f"mtp.{stage}.ffn.gate.bias"].any() for stage in range(2))
     assert not any(after[f"mtp.{stage}.ffn.gate.bias_vl"].any() for stage in range(2))
     printed = capsys.readouterr().out

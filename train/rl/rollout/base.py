@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from model import DeepseekV41
+from model import DeepseekV41, Drafter
 from model.generation import Generator, Request, Sample
 
 
@@ -60,11 +60,18 @@ class Rollout(Protocol):
 class LocalRollout:
     """Generates responses in this process with the model that is being trained, so the weights are always current.
 
-    precision: context manager for the model's forward passes (autocast), the same as in training.
+    precision: context manager for the model's forward passes (autocast), the same as in training. drafter: proposes
+    tokens, which changes the draws but not their distribution.
     """
 
-    def __init__(self, model: DeepseekV41, max_running: int, precision: Callable[[], AbstractContextManager]):
-        self.generator = Generator(model, max_running=max_running, record_routing=True)
+    def __init__(
+        self,
+        model: DeepseekV41,
+        max_running: int,
+        precision: Callable[[], AbstractContextManager],
+        drafter: Drafter | None = None,
+    ):
+        self.generator = Generator(model, max_running=max_running, record_routing=True, drafter=drafter)
         self.precision = precision
 
     @property
@@ -75,7 +82,7 @@ class LocalRollout:
         return self.generator.submit(request)
 
     def poll(self) -> list[Sample]:
-        """Draw one token for every running response. Returns the samples that are finished."""
+        """Draw one token, with a drafter one or more, for every running response. Returns the finished samples."""
         with self.precision():
             return self.generator.step()
 
@@ -84,7 +91,8 @@ class LocalRollout:
         self.generator.version = version
 
     def apart(self) -> LocalRollout:
-        return LocalRollout(self.generator.model, self.generator.max_running, self.precision)
+        generator = self.generator
+        return LocalRollout(generator.model, generator.max_running, self.precision, generator.drafter)
 
     def notes(self) -> list[str]:
         return []
