@@ -79,6 +79,27 @@ def test_two_processes_are_one(corpus: Path, tmp_path: Path) -> None:
         assert (export[name] - tensor).abs().max() <= 3e-4 * max(1.0, tensor.abs().max().item()), name
 
 
+def test_rows_split_over_two_processes(corpus: Path, tmp_path: Path) -> None:
+    """Context parallelism: the records of one process, with documents and blocks of drafts on both sides of the cut."""
+    common = settings(corpus, tmp_path)
+    base = parsed([*common, "model=tiny", "name=base", "task.tokens=300"])
+    pretrain.run(base)
+    mine = [*common, "task=dspark", "optim.schedule.peak=1.0e-4", "optim.schedule.floor=1.0e-5", "task.tokens=700"]
+    mine += [f"init_from={base.run_dir}/export", f"dspark.drafter={SHAPE}"]
+    whole = parsed([*mine, "name=whole"])
+    dspark.run(whole)
+    split = ["parallel.world_size=2", "parallel.context_parallel=2", "parallel.expert_parallel=2", "name=parts"]
+    with Group(2, ["-m", "train", *mine, *split, "parallel.table_shards=2"], tmp_path / "logs") as group:
+        for rank, ended in enumerate(group.finish()):
+            assert ended.code == 0, f"rank {rank}:\n{ended.output}"
+    found, expected = records(tmp_path / "parts"), records(whole.run_dir)
+    assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["tokens"] == theirs["tokens"] and ours["blocks"] == theirs["blocks"]
+        for name in MEASURED if ours["kind"] == "train" else MEASURED[:-1]:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), (ours["step"], name)
+
+
 def test_two_processes_share_the_generation_of_own_answers(corpus: Path, tmp_path: Path) -> None:
     """``data.answers=own``: the files that one process writes, and the same first step."""
     common = settings(corpus, tmp_path)

@@ -181,7 +181,7 @@ def test_what_cannot_be_answered_is_refused(make, compose_raw, overrides, origin
     for changes, message in (
         (("data.source=text",), "data.answers='own': needs conversations that are not streamed"),
         (("data.answers=mine",), "data.answers='mine': must be given or own"),
-        (("parallel.expert_parallel=2", "parallel.world_size=2"), "must hold the whole model"),
+        (("parallel.expert_parallel=2", "parallel.world_size=2"), "works alone, with the whole model"),
         (
             ("data.mixture={a: {weight: 1, source: chat, paths: [x]}}",),
             "data.answers='own': must be given with data.mixture",

@@ -27,7 +27,7 @@ from train.config.schema import Config, Merger, OptimConfig, ParallelConfig, Tas
 from train.lora.targets import LORA_TARGETS
 
 # the tasks whose rows may be split over processes
-CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "dpo", "rl", "distill", "plan")
+CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "dpo", "rl", "distill", "dspark", "plan")
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
@@ -175,9 +175,9 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.lora.on:
         rule = "task=dspark trains a drafter and keeps the backbone frozen, so it cannot train LoRA"
         yield {"lora.targets"}, problem("lora.targets", config.lora.targets, rule, "Leave lora out")
-    for key in ("expert_parallel", "table_shards"):
+    for key in ("expert_parallel", "table_shards", "context_parallel"):
         if getattr(config.parallel, key) > 1 and config.data.answers == "own":
-            rule = "a process that generates answers (data.answers = own) must hold the whole model"
+            rule = "a process that generates answers (data.answers = own) works alone, with the whole model"
             remedy = "Use 1, or let task=generate or servers write the answers, and train on these conversations"
             value = getattr(config.parallel, key)
             yield {f"parallel.{key}", "data.answers"}, problem(f"parallel.{key}", value, rule, remedy)

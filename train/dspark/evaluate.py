@@ -66,8 +66,8 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
             return None
         batch, _ = with_a_token(batch)
         rows = len(batch["input_ids"])
-        batch = with_anchors(batch, 0, first_row + world.rank * rows, settings.tokens_per_anchor, HELD_OUT)
-        first_row += world.size * rows
+        batch = with_anchors(batch, 0, first_row + world.row_group * rows, settings.tokens_per_anchor, HELD_OUT)
+        first_row += world.row_groups * rows
         batch = run.prepare(batch)
         with run.autocast():
             losses = run.model.losses(

@@ -60,11 +60,11 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
 
     Updates the counters in ``state`` and returns the step's record.
     """
-    settings, world = run.dspark, run.world
-    rows = run.config.task.per_rank_batch(world.size)[0]
-    first = state.step * rows * world.size * run.micro_batches + world.rank * rows
+    settings, groups = run.dspark, run.world.row_groups
+    rows = run.config.task.per_rank_batch(groups)[0]
+    first = state.step * rows * groups * run.micro_batches + run.world.row_group * rows
     micro_batches = [
-        run.prepare(with_anchors(batch, run.config.seed, first + n * rows * world.size, settings.tokens_per_anchor))
+        run.prepare(with_anchors(batch, run.config.seed, first + n * rows * groups, settings.tokens_per_anchor))
         for n, batch in enumerate(read)
     ]
 
