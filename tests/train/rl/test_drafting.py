@@ -53,7 +53,7 @@ def test_a_run_trains_both_and_says_how_many_drafts_are_accepted(drafting, with_
     assert len(steps) >= 2
     for step in steps:
         assert 0 < step["accepted"] < 3 and 1 < step["tau"] < 4 and len(step["alpha"]) == 3
-        assert 0 <= step["ece"] < 1 and step["blocks"] > 10 and step["expert_load"]["text"]["entropy"]
+        assert 0 <= step["ece"] < 1 and step["blocks"] >= 4 and step["expert_load"]["text"]["entropy"]
     assert "accepted=" in capsys.readouterr().out
     before, after = (
         {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
@@ -171,4 +171,4 @@ def test_two_processes_train_one_drafter_and_go_on_exactly(make_rl, two_processe
     assert whole == split
     ours, theirs = ([record for record in some if record["kind"] == "train"][0] for some in (one, whole))
     assert theirs["drafter"]["accepted"] == pytest.approx(ours["drafter"]["accepted"], abs=0.05)
-    assert theirs["drafter"]["blocks"] >= 5
+    assert theirs["drafter"]["blocks"] >= 4
