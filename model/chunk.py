@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.config import TextConfig
 from model.layout import Chunk, Entries, SequenceLayout
-from model.parallel.context import GatherPlan, HaloPlan
+from model.parallel.context import GatherPlan, HaloPlan, chunk_bounds
 from model.parallel.ranks import RankGroup
 
 
@@ -33,7 +33,7 @@ def chunk_of(
     fewer tokens than ranks, the last ranks get none.
     """
     device, layout = layout.position.device, layout.to(torch.device("cpu"))
-    cuts = -(torch.arange(ranks.size + 1) * -layout.tokens // ranks.size)
+    cuts = chunk_bounds(layout.tokens, ranks.size)
     start, stop = int(cuts[ranks.rank]), int(cuts[ranks.rank + 1])
     own = slice(start, stop)
     place = torch.arange(layout.tokens) if layout.gather is None else layout.gather

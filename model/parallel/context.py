@@ -109,21 +109,26 @@ class _SumOfParts(torch.autograd.Function):
         return grad, None
 
 
+def chunk_bounds(tokens: int, ranks: int) -> Tensor:
+    """int64 [C + 1]: the first token of every rank's chunk, and the number of all tokens. The sizes of the chunks
+    differ by one at most; if there are fewer tokens than ranks, the last ranks get none.
+    """
+    return -(torch.arange(ranks + 1) * -tokens // ranks)
+
+
 @torch.no_grad()
 def gather_chunks(x: Tensor, tokens: int, ranks: RankGroup) -> Tensor:
-    """The rows [tokens, ...] of all chunks in order, from this rank's rows [T, ...], without gradient. The chunks are
-    those that `model/chunk.py` cuts, so their sizes differ by one at most.
-    """
+    """The rows [tokens, ...] of all chunks in order, from the rows [T, ...] of this rank's chunk, without gradient."""
     if ranks.size == 1:
         return x
-    cuts = torch.arange(ranks.size + 1) * tokens // ranks.size
-    capacity = int(cuts.diff().max())
+    sizes = chunk_bounds(tokens, ranks.size).diff().tolist()
+    capacity = max(sizes)
     sent = x.new_zeros(capacity, *x.shape[1:])
     sent[: len(x)] = x
     found = x.new_empty(ranks.size * capacity, *x.shape[1:])
     dist.all_gather_single(found, sent, group=ranks.group)
     parts = found.split(capacity)
-    return torch.cat([part[:size] for part, size in zip(parts, cuts.diff().tolist(), strict=True)])
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def sum_over(counts: Tensor, ranks: RankGroup) -> Tensor:

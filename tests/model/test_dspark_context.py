@@ -65,8 +65,8 @@ def train(rank: int) -> list[dict[str, Any]]:
         total = counted(drafter, name)
         torch.distributed.all_reduce(total)
         found.append(step(drafter, name, DraftDenominators.from_tensor(total)))
-    rows = torch.arange(7.0)[:, None] if rank else torch.arange(-6.0, 0)[:, None]
-    assert torch.equal(gather_chunks(rows, 13, ranks_of(2)), torch.arange(-6.0, 7)[:, None])
+    rows = torch.arange(6.0)[:, None] if rank else torch.arange(-7.0, 0)[:, None]
+    assert torch.equal(gather_chunks(rows, 13, ranks_of(2)), torch.arange(-7.0, 6)[:, None])
     return found
 
 
