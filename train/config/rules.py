@@ -200,7 +200,7 @@ def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     for key in without.get(job, ()):
         value = getattr(config.parallel, key)
         if value > 1:
-            rule = f"task={job}, which is planned (plan.job), does not have this"
+            rule = f"task={job}, which is planned (plan.job), is not planned with this"
             yield {f"parallel.{key}", "plan.job"}, problem(f"parallel.{key}", value, rule, "Use 1")
 
 
