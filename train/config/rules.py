@@ -150,6 +150,9 @@ def _policy_drafter_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.rl.rollout is not None:
         rule, remedy = "inference servers write the responses, without this drafter", "Use rollout=local, or false"
         yield {"rl"}, problem("rl.drafter", True, rule, remedy)
+    if config.parallel.context_parallel > 1:
+        rule, remedy = "is not trained along on rows that are split over processes", "Use context_parallel=1, or false"
+        yield {"rl", "parallel.context_parallel"}, problem("rl.drafter", True, rule, remedy)
     if config.lora.on:
         rule, remedy = "is trained along with whole weights only, not with an adapter", "Leave lora out, or use false"
         yield {"rl", "lora.targets"}, problem("rl.drafter", True, rule, remedy)

@@ -151,6 +151,7 @@ def test_what_does_not_fit_is_refused(make_rl, drafting, checkpoint_folder: Path
     with pytest.raises(ConfigError, match="rl.drafter: init_from describes no drafter.*task=dspark"):
         make_rl("rl.drafter=true")
     for changes, message in (
+        (("parallel.world_size=2", "parallel.context_parallel=2"), "on rows that are split over processes"),
         (("lora.targets=[attention]", "optim=adamw"), "with whole weights only, not with an adapter"),
         (("rollout=sglang", "rl.rollout.urls=[http://localhost:1]"), "inference servers write the responses"),
     ):
