@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -276,7 +276,8 @@ def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, f
     if encoder.vision is None:
         return _cached(source, source_id, encoder, on_error, folder)
     policy = BadRecordPolicy(on_error)  # the cache cannot hold images
-    return collect(encoder.encode_all((document for document, _ in source.read(policy)), policy), policy)
+    with _documents(source, policy) as documents:
+        return collect(encoder.encode_all(documents, policy), policy)
 
 
 def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
@@ -308,11 +309,8 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
 
 def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Path) -> None:
     lengths, num_bytes = [], 0
-    documents: Iterator[Document] = (document for document, _ in source.read(policy))
-    sizes = _file_sizes(source)
     with ExitStack() as files:
-        if sizes:
-            documents = _shown(documents, sizes, files.enter_context(progress("tokenising", sum(sizes.values()))))
+        documents = files.enter_context(_documents(source, policy))
         tokens, byte_counts, loss_mask = (
             files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "loss_mask")
         )
@@ -328,6 +326,14 @@ def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Pa
     counted = {name: dict(getattr(policy, name)) for name in ("skipped", "repaired", "formats", "unused")}
     meta = {"bytes": num_bytes, **counted}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+@contextmanager
+def _documents(source: Source, policy: BadRecordPolicy) -> Iterator[Iterator[Document]]:
+    """The documents of a source. While they are read, the progress is shown, if the source reads files."""
+    documents, sizes = (document for document, _ in source.read(policy)), _file_sizes(source)
+    with progress("tokenising", sum(sizes.values())) as advance:
+        yield _shown(documents, sizes, advance) if sizes else documents
 
 
 def _file_sizes(source: Source) -> dict[str, int]:
