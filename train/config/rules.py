@@ -198,13 +198,10 @@ def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
         rule = "training a drafter keeps the backbone frozen, so it cannot train LoRA"
         yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
-    without = {"dspark": ("context_parallel", "dense_shards"), "distill": ("context_parallel",)}
-    job = config.plan.job if config.plan else ""
-    for key in without.get(job, ()):
-        value = getattr(config.parallel, key)
-        if value > 1:
-            rule = f"task={job}, which is planned (plan.job), is not planned with this"
-            yield {f"parallel.{key}", "plan.job"}, problem(f"parallel.{key}", value, rule, "Use 1")
+    if config.plan is not None and config.plan.job == "dspark" and config.parallel.dense_shards > 1:
+        rule = "task=dspark, which is planned (plan.job), does not divide dense matrices"
+        keys = {"parallel.dense_shards", "plan.job"}
+        yield keys, problem("parallel.dense_shards", config.parallel.dense_shards, rule, "Use 1")
 
 
 def _source_rules(config: Config, sources: set[str]) -> Iterator[tuple[set[str], str]]:

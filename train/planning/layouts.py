@@ -8,7 +8,7 @@ from itertools import product
 
 from model import ModelConfig
 from train.config.schema import Config
-from train.planning.job import Job, settings
+from train.planning.job import Job
 
 EXPERT_SPLITS = 4  # the largest divisors of the number of experts that are tried for each number of GPUs
 
@@ -78,8 +78,6 @@ def layouts(config: Config, job: Job, gpus: int) -> Iterator[Layout]:
 
 def contexts(config: Config, gpus: int) -> list[int]:
     """Over how many of so many GPUs rows can be split."""
-    if settings(config).job != "train":
-        return [1]
     length, rows = config.task.seq_len, config.task.global_batch_rows or 1
     window = ModelConfig.from_dict(config.model).text.sliding_window
     return [

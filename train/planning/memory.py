@@ -254,6 +254,9 @@ def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     drafts = tokens // job.dspark.tokens_per_anchor * text.dspark_block_size
     held = {"what the drafter reads": float(tokens * width * text.hidden_size * (2 + targets))}
     held |= looked_up_bytes(config, job.model, tokens)
+    shared = context_bytes(config, text, tokens)
+    shared.pop("gradients of entries and keys", None)  # the model runs without gradients
+    held |= shared
     if config.parallel.shard_embeddings:
         held["the gathered head"] = float(count.head_gradient_bytes(job.model.config))
     blocks = [sum(count.block_saves(text, layer, widths).values()) for layer in range(text.num_hidden_layers)]

@@ -292,8 +292,8 @@ def test_impossible_layouts_are_refused(compose_raw) -> None:
     ):
         assert expected in text
     assert len(caught.value.problems) == 4
-    with pytest.raises(ConfigError, match=r"parallel.context_parallel = 2: task=dspark, which is planned \(plan.job\)"):
-        parse(compose_raw("task=plan", "plan.job=dspark", "parallel.world_size=2", "parallel.context_parallel=2"))
+    with pytest.raises(ConfigError, match=r"parallel.dense_shards = 2: task=dspark, which is planned \(plan.job\)"):
+        parse(compose_raw("task=plan", "plan.job=dspark", "parallel.world_size=2", "parallel.dense_shards=2"))
     with pytest.raises(ConfigError, match="parallel.shard_embeddings = true: has no effect with parallel.table_shards"):
         parse(compose_raw("model=tiny", "data.vocab_size=512", "parallel.shard_embeddings=true"))
 
