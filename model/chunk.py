@@ -1,11 +1,11 @@
-"""Context parallelism: the layout of one rank's chunk of a micro-batch.
+"""Computes the layout of one rank's chunk of a micro-batch, for context parallelism.
 
 Every rank computes the layout of all tokens and then keeps only the queries of its chunk. Document numbers, slots,
 visible ranges and positions are therefore the same as with one process, and so is every selection that depends on them.
-This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends them.
+This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends these rows.
 
-In shapes, A is the number of tokens in the micro-batch, T the number in this rank's chunk, C the number of ranks and N
-the number of entry slots.
+In shapes, A is the number of tokens in the micro-batch, T the number of tokens in this rank's chunk, C the number of
+ranks and N the number of entry slots.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from model.parallel.ranks import RankGroup
 def chunk_of(
     layout: SequenceLayout, config: TextConfig, ranks: RankGroup, takes_feature: Tensor | None = None
 ) -> SequenceLayout:
-    """The layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks of equal size, one for
-    each rank. Nothing of the result keeps the layout of all tokens in memory, but for the numbers of documents and the
-    two index tensors of `GatherPlan`.
+    """Returns the layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks whose sizes
+    differ by at most one token, one chunk for each rank; if there are fewer tokens than ranks, the last ranks get empty
+    chunks. The returned layout shares no memory with the layout of all tokens, except the document lengths and the two
+    index tensors of `GatherPlan`.
 
-    takes_feature bool [B, S]: the tokens whose embedding is an image feature (None: there is no image). If there are
-    fewer tokens than ranks, the last ranks get none.
+    takes_feature: bool [B, S], marks the tokens whose embedding is an image feature; None if there is no image.
     """
     device, layout = layout.position.device, layout.to(torch.device("cpu"))
     cuts = chunk_bounds(layout.tokens, ranks.size)
@@ -65,7 +65,9 @@ def chunk_of(
 
 
 def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank: int) -> Entries:
-    """The `Entries` of a chunk. An entry is computed by the rank whose chunk contains the entry's last token."""
+    """Returns the `Entries` of this rank's chunk. Each entry is computed by the rank whose chunk contains the entry's
+    last token.
+    """
     ranks, start, stop = len(cuts) - 1, int(cuts[rank]), int(cuts[rank + 1])
     used = _used_slots(entries, document_lengths)
     first, last = entries.members[used, 0], entries.members[used, -1]
@@ -97,7 +99,7 @@ def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank:
 
 
 def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
-    """The numbers, int64 and ascending, of the slots that hold an entry."""
+    """Returns the indices of the slots that hold an entry, as int64 in ascending order."""
     count = document_lengths // entries.ratio
     slot_start = entries.visible_from[document_lengths.cumsum(0) - document_lengths]
     begins = count.cumsum(0) - count
@@ -105,8 +107,10 @@ def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
 
 
 def _halo(needed_from: Tensor, cuts: Tensor, rank: int) -> HaloPlan:
-    """Plan which rows of earlier tokens each rank receives. needed_from int64 [C]: for each rank, the first token that
-    it needs (the first token of its chunk if it needs no earlier token). The rows may come from several earlier ranks.
+    """Plan which rows of earlier tokens each rank receives. The received rows may come from several earlier ranks.
+
+    needed_from: int64 [C], the index of the first token that each rank needs, which is the first token of the rank's
+    own chunk if the rank needs no earlier token.
     """
     needs, bounds = needed_from.tolist(), cuts.tolist()
     chunks = list(pairwise(bounds))

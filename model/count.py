@@ -44,7 +44,7 @@ RECOMPUTED = "one block computed again"
 
 
 def part_of(name: str) -> str:
-    """The part of the model that the parameter with this name belongs to."""
+    """Returns the part of the model that the parameter called `name` belongs to."""
     for part, pattern in (*PARTS, DRAFTER_HEADS):
         if re.search(pattern, name):
             return part
@@ -52,9 +52,11 @@ def part_of(name: str) -> str:
 
 
 def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards: int = 1) -> int:
-    """A lower bound for the number of parameters that a process holds, which counts only the large matrices. No model
-    is built to compute this bound, so a configuration can have any size. With `table_shards`, the token embedding and
-    the head are counted as split too.
+    """Returns a lower bound for the number of parameters that a process holds; the bound counts only the large
+    matrices. No model is built to compute this bound, so the configuration may describe a model of any size.
+
+    expert_parallel: the number of processes over which the routed experts are split. table_shards: the number of
+    processes over which the rows of the Engram tables, of the token embedding and of the head are split.
     """
     text, vision = config.text, config.vision
     d, n, heads = text.hidden_size, text.hc_mult, text.num_attention_heads * text.head_dim
@@ -73,8 +75,8 @@ def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
-    """The number of parameters of each part of a model or drafter (0 for parts that it does not have), and of the
-    backbone, which consists of all parts except `OUTSIDE_BACKBONE`.
+    """Returns the number of parameters of each part of a model or drafter. A part that the model does not have has 0
+    parameters.
     """
     counts = dict.fromkeys((part for part, _ in PARTS), 0)
     for name, parameter in model.named_parameters():
@@ -84,17 +86,19 @@ def parameters(model: nn.Module) -> dict[str, int]:
 
 
 def prefill_layers(config: TextConfig) -> int:
-    """The number of blocks that every prompt token must pass through: those before the last KV source (the causal
-    encoder).
+    """Returns the number of blocks of the causal encoder, which every prompt token must pass through: all blocks before
+    the last KV source (the last layer that computes compressed KV entries).
 
-    Later layers read only the entries of this KV source, which it computes from its input, and their own sliding
-    window. If the model has no KV source, all blocks count.
+    The blocks from the last KV source on read only the entries of this KV source, which are computed from its input,
+    and their own sliding window. If the model has no KV source, the number of all blocks is returned.
     """
     return max(config.kv_source_layer_ids, default=config.num_hidden_layers)
 
 
 class Active(NamedTuple):
-    """The number of parameters used for one text token, see `active_parameters`."""
+    """The number of parameters that one text token is multiplied with, in prefill and in decoding (see
+    `active_parameters`).
+    """
 
     prefill: float
     decode: float
@@ -107,11 +111,12 @@ def _text_config(model: nn.Module) -> TextConfig:
 def active_parameters(model: nn.Module) -> Active:
     """The number of parameters that one text token is multiplied with, in decoding and in prefill.
 
-    In decoding these are all blocks with k of the E routed experts and the shared expert, the final norm and the head.
-    In prefill these are the blocks of `prefill_layers`, and the part of the last KV source's block that computes
-    entries and index keys. Looked-up rows (embedding, Engram tables) and the vision tower are not counted. With this
-    definition the released configuration has the report's 8B and 16B active parameters; with the embedding it would
-    have 9B and 17B.
+    In decoding, a token is multiplied with the parameters of all blocks (of the routed experts only k of E are
+    counted), of the final norm and of the head. In prefill, a token is multiplied with the parameters of the first
+    `prefill_layers` blocks, and with those parameters of the last KV source's block that compute entries and index
+    keys. Looked-up rows (embedding, Engram tables) and the vision tower are not counted. With this definition the
+    released configuration has 8B active parameters in prefill and 16B in decoding, as the technical report says; with
+    the embedding there would be 9B and 17B.
     """
     config = _text_config(model)
     encoder = prefill_layers(config)
@@ -129,14 +134,14 @@ def active_parameters(model: nn.Module) -> Active:
 
 
 def layer_of(name: str) -> float:
-    """The layer number of the parameter with this name; infinity for parameters outside the blocks."""
+    """Returns the layer number in the name of a parameter, or infinity for a parameter outside the blocks."""
     match = re.match(r"layers\.(\d+)\.", name)
     return int(match.group(1)) if match else float("inf")
 
 
 def kv_bytes(config: TextConfig) -> dict[str, float]:
-    """Bytes of KV cache per token that grow with the context: each Full layer with compression ratio r stores 1/r entry
-    per token.
+    """Returns the bytes per token of the part of the KV cache that grows with the context: each KV source with
+    compression ratio r stores 1/r entry per token.
 
     Main KV is stored as FP4 values with one E4M3 scale per 16 values, index keys as MXFP4 values with one UE8M0 scale
     per 32 values.
@@ -151,8 +156,8 @@ def kv_bytes(config: TextConfig) -> dict[str, float]:
 
 
 def window_kv_bytes(config: TextConfig) -> int:
-    """Bytes of sliding-window KV cache per sequence, for sequences longer than the window: W FP8 entries with one UE8M0
-    scale per 32 values, in every layer.
+    """Returns the bytes of sliding-window KV cache per sequence, for sequences longer than the window: W FP8 entries
+    with one UE8M0 scale per 32 values, in every layer.
     """
     return config.num_hidden_layers * config.sliding_window * (config.head_dim + -(-config.head_dim // 32))
 
@@ -170,7 +175,7 @@ class Flops(NamedTuple):
 
 
 def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[str, Flops]:
-    """FLOPs per token of training on documents of `length` tokens, for each part of the model.
+    """Returns the FLOPs per token of training on documents of `length` tokens, for each part of the model.
 
     A matrix costs 2 FLOPs per parameter in the forward pass and 4 in the backward pass (only 2 in the indexer, whose
     inputs are detached). Sparse attention has two matrix products in the forward pass and five in the backward pass.
@@ -204,8 +209,8 @@ def flops(model: nn.Module, length: int, candidate_pool: bool = True) -> dict[st
 
 
 def _matrix_flops(model: nn.Module) -> dict[str, float]:
-    """Forward FLOPs per token of the weight matrices and of the mixing of residual streams, for each part of the
-    model.
+    """Returns the forward FLOPs per token of the weight matrices and of the mixing of residual streams, for each part
+    of the model.
     """
     config = _text_config(model)
     applied = dict.fromkeys((part for part, _ in PARTS), 0.0)
@@ -225,13 +230,17 @@ def _matrix_flops(model: nn.Module) -> dict[str, float]:
 
 
 def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
-    """The mean over the positions of a document of min(visible entries, `most`)."""
+    """Returns the mean, over the positions of a document of `length` tokens, of the number of entries that attention
+    reads: the visible entries (one per `ratio` tokens), but at most `most`.
+    """
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
 
 class Widths(NamedTuple):
-    """The number of bytes per value: products, of the results of matrix products (2 with bf16 autocast over fp32
-    parameters, otherwise 4); streams, of the residual streams.
+    """The number of bytes per value of activations.
+
+    products: bytes per value of the results of matrix products (2 with bf16 autocast over fp32 parameters, otherwise 4).
+    streams: bytes per value of the residual streams.
     """
 
     products: int
@@ -239,8 +248,8 @@ class Widths(NamedTuple):
 
     @property
     def normed(self) -> int:
-        """Bytes per value of a sublayer's normalised input, which has the dtype of the streams unless matrix products
-        need fp32.
+        """The bytes per value of a sublayer's normalised input. This input has the dtype of the residual streams,
+        unless matrix products need fp32 inputs.
         """
         return self.streams if self.products == 2 else 4
 
@@ -248,13 +257,15 @@ class Widths(NamedTuple):
 def activation_bytes(
     config: ModelConfig, widths: Widths, recompute: bool, keep_combined: bool = False, offload: bool = False
 ) -> dict[str, float]:
-    """Activation bytes per token that a text micro-batch holds when its backward pass begins, for each part of the
-    model.
+    """Returns the activation bytes per token that a text micro-batch holds when its backward pass begins, for each part
+    of the model.
 
-    With `recompute`, only the inputs and the selections of each block are held, and what the largest block saves while
-    it is recomputed; with `keep_combined` also the outputs of the MoE layers, as if experts were split over ranks, and
-    with `offload` no residual streams. The tensors are those that PyTorch saves on a CPU. Not included are bf16 copies
-    of weights (see `autocast_copies`), gradients and the working memory of kernels.
+    With `recompute`, only the inputs and the selections of each block are counted, plus the activations that the
+    largest block saves while it is recomputed. With `keep_combined`, the outputs of the MoE layers are also counted, as
+    when experts are split over ranks. With `offload`, the residual streams that enter the blocks are not counted.
+
+    The tensors that are counted are those that PyTorch saves on a CPU. Not counted are bf16 copies of weights (see
+    `autocast_copies`), gradients and the working memory of kernels.
     """
     text = config.text
     held: dict[str, float] = {}
@@ -272,23 +283,25 @@ def activation_bytes(
 
 
 def expert_row_bytes(config: TextConfig, bf16: bool) -> int:
-    """Bytes per token that the routed experts of a rank save for the rows they received (inputs, gate, up and hidden),
-    which is a part of `block_saves`. On average over ranks there are k rows per token.
+    """Returns the bytes per token that the routed experts of a rank save for the rows (token vectors) that they
+    received: the inputs, gate, up and hidden values of each row. These bytes are included in `block_saves`. On average
+    over ranks there are k rows per token.
     """
     width = 2 if bf16 else 4
     return width * config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
 
 
 def head_gradient_bytes(config: ModelConfig) -> int:
-    """Bytes of the head's fp32 gradient, which the chunked cross-entropy holds from the forward pass to the backward
-    pass.
+    """Returns the bytes of the output head's fp32 gradient, which the chunked cross-entropy holds from the forward pass
+    to the backward pass.
     """
     return 4 * config.text.vocab_size * config.text.hidden_size
 
 
 def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of which bf16 autocast keeps a bf16 copy for the backward pass: the matrices of the blocks,
-    except those that are applied in fp32 and those of the indexers, whose inputs are detached.
+    """Yield (name, weight) pairs of the weights of which bf16 autocast keeps a bf16 copy for the backward pass. These
+    are the matrices of the blocks, except the matrices that are applied in fp32 and those of the indexers, whose inputs
+    are detached.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -301,7 +314,9 @@ def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
-    """Bytes per token that one block saves for its backward pass, for each part, in the order of the forward pass."""
+    """Returns the bytes per token that one block saves for its backward pass, for each part of the block in the order
+    of the forward pass.
+    """
     n, d, f, k = c.hc_mult, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     heads, dim, ratio, width = c.num_attention_heads, c.head_dim, c.ratio(layer), widths.products
     full, source = layer in c.kv_source_layer_ids, layer in c.index_source_layer_ids
@@ -334,16 +349,17 @@ def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
 
 
 def stream_bytes(c: TextConfig, widths: Widths) -> int:
-    """Bytes of the residual streams per token."""
+    """Returns the bytes per token of the residual streams."""
     return widths.streams * c.hc_mult * c.hidden_size
 
 
 def block_inputs(
     c: TextConfig, layer: int, widths: Widths, keep_combined: bool = False, offload: bool = False
 ) -> float:
-    """Bytes per token that a block keeps with activation checkpointing: its inputs (without the residual streams if
-    `offload` keeps them on the host), the experts that it chose, its outputs that later layers read, and with
-    `keep_combined` the output of its MoE layer.
+    """Returns the bytes per token that a block keeps with activation checkpointing: the block's inputs, the numbers of
+    the experts that the block chose, and the outputs of the block that later layers read. With `keep_combined`, the
+    output of the block's MoE layer is also counted. With `offload`, the residual streams are not counted, because they
+    are kept on the host.
     """
     width, ratio = widths.products, c.ratio(layer)
     size = 0.0 if offload else float(stream_bytes(c, widths))
@@ -359,8 +375,8 @@ def block_inputs(
 
 
 def _loss_saves(c: TextConfig, widths: Widths) -> float:
-    """Bytes per token saved after the last block, by the final collapse and norm, the cross-entropy, the balance loss
-    and the indexer losses.
+    """Returns the bytes per token that are saved after the last block by the final collapse and norm, the
+    cross-entropy, the balance loss and the indexer losses.
     """
     width = widths.products
     size = float(widths.streams * c.hc_mult * c.hidden_size + 4 * c.hc_mult)
@@ -373,7 +389,7 @@ def _loss_saves(c: TextConfig, widths: Widths) -> float:
 
 
 def _norm(width: int) -> int:
-    """Bytes per row that an RMSNorm saves: its input and the normalised values in fp32, and the inverse root mean
-    square.
+    """Returns the bytes that an RMSNorm saves per row of `width` values: its input and the normalised values in fp32,
+    and the inverse root mean square.
     """
     return 8 * width + 4

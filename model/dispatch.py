@@ -1,14 +1,14 @@
-"""A model whose weights do not all fit on the device that computes.
+"""Loads a model whose weights do not all fit on the device that computes.
 
-Everything is computed on one device, the main device. The embedding, the head, the vision tower and the norms stay on
-it, and so do as many blocks as fit. The weights of the other blocks are stored on further devices, in host memory, or
-on disk; a hook of accelerate brings those of a block to the main device before the block runs, and drops them
-afterwards.
-An Engram table is never moved: only the rows that are looked up are.
+All computation runs on one device, the main device. The main device holds the embedding, the head, the vision tower,
+the norms, and as many blocks as fit. The weights of the other blocks are stored on further devices, in host memory, or
+on disk. A hook of accelerate copies the weights of such a block to the main device before the block runs, and deletes
+the copies afterwards. An Engram table is never copied as a whole: only the rows that are looked up are copied.
 
-Weights on disk are memory-mapped files, which are read where they are used. The pages of a block are given back to the
-system after the block. A file has no name once it is mapped, so nothing is left behind when the process ends.
-The weights of a quantised checkpoint are stored packed (`model/packed.py`).
+Weights on disk are stored in memory-mapped files, which the operating system reads when the weights are used. After a
+block has run, the memory pages of its files are given back to the operating system. The files are unlinked as soon as
+they are mapped, so no file is left behind when the process ends. The weights of a quantised checkpoint are stored
+packed (`model/packed.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from model.config import ForwardOptions, ModelConfig
 from model.engram import check_token_map, whole_token_map
 from model.packed import PackedWeight, held_bytes
 
-Place = int | str  # number of a GPU, "cpu" or "disk"
+Place = int | str  # where weights are stored: the number of a GPU, "cpu" or "disk"
 DISK = "disk"
-GIVE_BACK = 0.02  # share of the weights; after reading so much, the pages of mapped files are given back
+GIVE_BACK = 0.02  # after each such share of the weights is read, the pages of mapped files are given back
 
 
 def load_where_it_fits(
@@ -46,14 +46,19 @@ def load_where_it_fits(
     offload_folder: str | Path | None = None,
     runtime: ForwardOptions | None = None,
 ) -> tuple[DeepseekV41, dict[str, Place]]:
-    """Load a checkpoint folder, each part of the model to the first place with room. Returns the model and the places
-    by name ("" stands for all parts without an entry of their own). If the main device can hold everything, this is
-    `load_pretrained`; otherwise the model is frozen, and in evaluation mode.
+    """Load a checkpoint folder, and store each part of the model in the first place that has room for the part.
 
-    max_memory: bytes, or texts such as "10GiB", for the numbers of GPUs and for "cpu"; the main device is the GPU with
-    the lowest number, or else the CPU. None: the memory that is free. offload_folder: folder on a disk for weights that
-    fit nowhere else. Raises ValueError if the main device cannot hold what must be there, or if weights are left and
-    there is no offload_folder; OSError if its disk is full; and what `load_pretrained` raises.
+    Returns the model, and a dictionary from the name of each part to its place; the entry "" is the place of all parts
+    without an entry of their own. If the main device has room for the whole model, this function calls
+    `load_pretrained`; otherwise the returned model is frozen and in evaluation mode.
+
+    max_memory: maximum memory to use in each place, as bytes or as text such as "10GiB". The keys are GPU numbers and
+        "cpu"; the main device is the GPU with the lowest number, or the CPU if there is no GPU. None: the free memory.
+    offload_folder: folder for the weights that fit neither on a GPU nor in host memory.
+
+    Raises ValueError if the main device has too little memory for the parts that it must hold, or if some weights must
+    be stored on disk and offload_folder is None. Raises OSError if the disk of offload_folder is full. Also raises the
+    errors of `load_pretrained`.
     """
     given = get_max_memory(None if max_memory is None else dict(max_memory))
     budgets = {place: int(size) for place, size in given.items() if place != DISK and size}
@@ -71,7 +76,11 @@ def load_offloaded(
     offload_folder: str | Path | None,
     runtime: ForwardOptions | None = None,
 ) -> tuple[DeepseekV41, dict[str, Place]]:
-    """The same for given budgets in bytes, the main device first, without asking whether it can hold everything."""
+    """Load a checkpoint folder like `load_where_it_fits`, but without checking whether the main device has room for the
+    whole model, so the returned model is always frozen.
+
+    budgets: maximum bytes to use in each place; the first place is the main device.
+    """
     folder = Path(folder)
     config, main = ModelConfig.load(folder), next(iter(budgets), "cpu")
     kinds = parameter_packing if is_quantised(config.to_dict()) else never_packed
@@ -99,7 +108,9 @@ def load_offloaded(
 
 
 def _load(model: DeepseekV41, folder: Path, files: Mapping[int, _File]) -> None:
-    """Read the weights, and give the pages of what is on disk back to the system again and again."""
+    """Read the weights of the checkpoint in `folder` into the model. Whenever a share GIVE_BACK of the weights has been
+    read, the memory pages of the mapped `files` are given back to the operating system.
+    """
     read = 0.0
 
     def done(share: float) -> None:
@@ -114,7 +125,9 @@ def _load(model: DeepseekV41, folder: Path, files: Mapping[int, _File]) -> None:
 
 
 def part_sizes(model: DeepseekV41) -> dict[str, int]:
-    """Bytes of each part that can be placed: blocks without their Engram tables, the tables, and "" for the rest."""
+    """Returns the bytes of each part of the model that can be placed separately. A part is a block without its Engram
+    table ("layers.<n>"), an Engram table ("layers.<n>.engram.embed"), or the rest of the model ("").
+    """
     sizes = {"": 0, **{f"layers.{layer}": 0 for layer in range(len(model.layers))}}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         part = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
@@ -125,11 +138,15 @@ def part_sizes(model: DeepseekV41) -> dict[str, int]:
 
 
 def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dict[str, Place]:
-    """Where each part of a model goes: blocks in their order, then Engram tables, each to the first place with room.
-    sizes: see `part_sizes`.
+    """Choose where to store each part of a model: first the blocks in order, then the Engram tables, each in the first
+    place that has room.
 
-    The main device (the first of `budgets`) also holds the rest of the model, and keeps room for the largest block that
-    is not on it. Raises ValueError if it is too small for that.
+    sizes: the bytes of each part, as `part_sizes` returns them. budgets: the bytes that may be used in each place; the
+    first place is the main device. Returns the place of each part.
+
+    The main device also holds the part "" (everything except blocks and Engram tables). If it is a GPU that has no room
+    for all blocks, memory for a copy of the largest block is reserved there. Raises ValueError if the main device has
+    too little memory for this.
     """
     main, *others = budgets
     parts = sorted((name for name in sizes if name), key=lambda name: name.endswith("embed"))  # stable: blocks first
@@ -154,18 +171,21 @@ def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dic
 
 
 def device_of(place: Place) -> torch.device:
-    """The device of a place; weights on disk are mapped into host memory."""
+    """Returns the device of the tensors in a place. For "disk" this is the CPU, because weights on disk are mapped into
+    host memory.
+    """
     return torch.device("cpu" if place in ("cpu", DISK) else place if isinstance(place, str) else f"cuda:{place}")
 
 
 @dataclass(frozen=True)
 class _File:
-    """The mapped file of one tensor."""
+    """The memory mapping of the file that holds one tensor."""
 
     mapping: mmap.mmap
 
     def give_back(self) -> None:
-        """Let the system drop the pages; what was written stays in the file."""
+        """Let the operating system drop the memory pages of the mapping; the file keeps the values that were written.
+        """
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -175,7 +195,9 @@ def _give_back(files: Any) -> None:
 
 
 def _mapped(like: Tensor, folder: Path) -> tuple[Tensor, _File]:
-    """A tensor of the shape and dtype of `like` in a new file. Raises OSError if the disk is full."""
+    """Create a file in `folder`, and a tensor with the shape and dtype of `like` that is stored in this file. Returns
+    the tensor and the file. Raises OSError if the disk is full.
+    """
     size = max(1, like.numel() * like.element_size())
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a signal at the first write
@@ -187,8 +209,8 @@ def _mapped(like: Tensor, folder: Path) -> tuple[Tensor, _File]:
 def _materialise(
     model: DeepseekV41, places: Mapping[str, Place], main: Place, folder: str | Path | None
 ) -> dict[int, _File]:
-    """Replace the meta tensors of a model by real ones at their places. Returns the mapped files by the address of
-    their tensors.
+    """Replace each meta tensor of a model by an uninitialised real tensor in the place of its part. Returns the mapped
+    files of the tensors on disk; the key of a file is the address (`data_ptr()`) of its tensor.
     """
     files: dict[int, _File] = {}
     if folder is not None:
@@ -217,17 +239,21 @@ def _materialise(
 
 
 def _part_of(name: str, places: Mapping[str, Place]) -> str:
-    """The part that a module belongs to: the longest name in `places` that it begins with."""
+    """Returns the part that the module called `name` belongs to: the longest key of `places` that is a prefix of
+    `name`.
+    """
     return max((part for part in places if part == "" or f"{name}.".startswith(f"{part}.")), key=len)
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a block, but for its Engram table."""
+    """Returns (name, tensor) pairs of the weights of a block, except those of its Engram table."""
     return ((name, parameter.data) for name, parameter in module.named_parameters() if ".embed." not in f".{name}")
 
 
 class _OnDemand(ModelHook):
-    """Holds the weights of a block while the block does not run; its parameters are then on device "meta"."""
+    """A hook that stores the weights of a block, and copies them to `device` while the block runs. While the block does
+    not run, its parameters are meta tensors.
+    """
 
     no_grad = False
 
@@ -258,7 +284,8 @@ class _OnDemand(ModelHook):
 
 
 def _stored(weight: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the bytes of a weight."""
+    """Returns the tensors in which a weight is stored: codes and scale of a packed weight, otherwise the weight itself.
+    """
     return (weight.codes, weight.scale) if isinstance(weight, PackedWeight) else (weight,)
 
 

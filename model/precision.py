@@ -26,7 +26,9 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def for_products(x: Tensor, weight: Tensor) -> Tensor:
-    """Cast x to the dtype of `weight` for a matrix product, unless autocast is on, which casts the operands itself."""
+    """Cast x to the dtype of `weight` for a matrix product. Under autocast x is returned unchanged, because autocast
+    casts the operands of matrix products itself.
+    """
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 

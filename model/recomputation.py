@@ -1,10 +1,10 @@
 """Activation checkpointing of a block: only the inputs of the block are kept, and the backward pass runs the block
 again.
 
-Some results of the first pass are kept in an immutable value and reused by the recomputation: the entries and experts
-that the block selected, the entries that it received from other ranks, and the number of rows that it exchanged with
-them. Recomputation therefore scores no entries again, does not synchronise with the device, and makes the same
-exchanges in the same order on every rank.
+Some results of the first pass are kept in an immutable value (`first_pass`) and reused by the recomputation: the
+entries and experts that the block selected, the entries that the block received from other ranks, and the number of
+rows that the block exchanged with each rank. Recomputation therefore scores no entries again, does not synchronise the
+host with the device, and exchanges rows in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def run(
 ) -> Out:
     """Run `block(state, *arguments, None)` and return its output without `first_pass`. With `recompute`, and if
     gradients are enabled, activations are not kept: the backward pass calls `block(state, *arguments, first_pass)` to
-    recompute them. `host` keeps the residual streams of `state` in host memory until then; if None, they stay on the
-    device.
+    recompute the activations. Until the backward pass, `host` keeps the residual streams of `state` in host memory; if
+    `host` is None, the residual streams stay on the device.
     """
     if not (recompute and torch.is_grad_enabled()):
         return block(state, *arguments, None)._replace(first_pass=None)
