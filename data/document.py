@@ -1,8 +1,8 @@
 """Defines documents, the parts of a document, and the interface of a source of documents.
 
 A source yields `(document, after)` pairs. `after()` returns the position just after that document, and must be called
-before the next pair is requested. Given such a position, `read` continues from there without reading the data before
-it. A position is a JSON value that only the source itself can interpret.
+before the next pair is requested. Given a position, `read` continues from the position without reading the data before
+it. A position is a JSON value that only the source that returned the position can interpret.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Text that is given as token ids. `supervised`: for each token id, whether it is a target of the loss; None if all
-    token ids are supervised as the part is.
+    """Text that is given as token ids. `supervised`: for each token id, whether the token is a target of the loss; None
+    if `Document.supervised` decides for all token ids of this part together.
     """
 
     ids: tuple[int, ...]
@@ -58,8 +58,8 @@ class Document:
         parts: the text, images, control tokens and token ids of the document, in reading order.
         file, line: the file and line that the document came from; line 0 means the whole file.
         supervised: for each part, whether its tokens are targets of the loss; None if all parts are supervised.
-        record: if given, `key` is this value instead of the content, so that documents with the same value are on the
-            same side of a training/held-out split.
+        record: if given, the property `key` is this value instead of the content of the document, so that all documents
+            with the same `record` are on the same side of a training/held-out split.
     """
 
     parts: tuple[Part, ...]
@@ -70,12 +70,14 @@ class Document:
 
     @property
     def text(self) -> str:
-        """All text parts of the document, joined into one string."""
+        """The text parts of the document, joined into one string."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def key(self) -> bytes:
-        """A key that is equal for documents with the same content, even if they come from different files."""
+        """Bytes that identify the content: documents with the same content have the same key, even if the documents
+        come from different files.
+        """
         if self.record is not None:
             return self.record
         return "\0".join(_key(part) for part in self.parts).encode()
@@ -95,8 +97,8 @@ class Source(Protocol):
         ...
 
     def identity(self, content: bool = True) -> str:
-        """A hash that changes when the documents change. With `content=False` the contents of files are not read, and
-        the hash depends only on the names and sizes of the files.
+        """Returns a hash that changes when the documents change. With `content=False`, the hash depends only on the
+        names and sizes of the files, and the contents of the files are not read.
         """
         ...
 
@@ -110,14 +112,16 @@ def _key(part: Part) -> str:
 
 
 def hash_share(key: bytes) -> float:
-    """A pseudo-random number in [0, 1) that depends only on `key`. A document is held out if the number of its key is
-    below the configured fraction.
+    """Returns a hash of `key`, scaled to a number in [0, 1). A document is held out if the hash share of the document's
+    key is below the configured held-out fraction.
     """
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
 def value_of(record: Any, field: str, file: str, line: int) -> Any:
-    """The value of `field` in a record. Raises `DataError` if the record is not a JSON object or lacks the field."""
+    """Returns the value of `field` in a record. Raises `DataError` if the record is not a JSON object or lacks the
+    field.
+    """
     if not isinstance(record, dict):
         raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")
     if field not in record:
@@ -126,8 +130,8 @@ def value_of(record: Any, field: str, file: str, line: int) -> Any:
 
 
 def text_of(record: Any, field: str, file: str, line: int) -> str:
-    """The text of `field` in a record. Raises `DataError` if the text is missing, not a string, blank or invalid
-    Unicode.
+    """Returns the text of `field` in a record. Raises `DataError` if the text is missing, not a string, blank or
+    invalid Unicode.
     """
     value = value_of(record, field, file, line)
     if not isinstance(value, str):
@@ -147,13 +151,15 @@ def encodable(text: str, file: str, line: int) -> str:
 
 
 def missing_field(field: str, names: Iterable[str]) -> str:
-    """The detail text of an error about a missing field; `names` are the fields that exist."""
+    """Returns the detail text of an error about the missing field `field` of a record; `names` are the fields that the
+    record has.
+    """
     names = list(names)[:20]
     return f"there is no {field!r}; set data.field to one of {', '.join(map(repr, names)) or 'none'}"
 
 
 def kind_of(value: Any) -> str:
-    """The type of a JSON value in words, for error messages."""
+    """Returns the type of a JSON value in words, for error messages."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number" if isinstance(value, int | float) else type(value).__name__
     )

@@ -19,9 +19,9 @@ def progress(what: str, total: float, say: Callable[[str], None] | None = None) 
     """A context manager that shows the progress of the work in its body. It yields a function that the body calls with
     each amount of work done.
 
-    what: the name of the work, such as "tokenising". total: the sum of all amounts, in any unit. say: a function that
-    receives the lines, for work with its own log; if None, a bar is shown if standard error is a terminal, and
-    otherwise lines are written there.
+    what: the name of the work, such as "tokenising". total: the sum of all amounts of work, in any unit. say: a
+    function that receives the progress lines, for work with its own log; if None, progress is shown on standard error,
+    as a bar on a terminal and otherwise as lines.
     """
     shown = _Bar(what, total) if say is None and sys.stderr.isatty() else _Lines(what, total, say or _to_stderr)
     try:
@@ -31,7 +31,7 @@ def progress(what: str, total: float, say: Callable[[str], None] | None = None) 
 
 
 class _Lines:
-    """Writes a progress line every half minute."""
+    """Writes a progress line at most every 30 seconds."""
 
     def __init__(self, what: str, total: float, say: Callable[[str], None]):
         self.what, self.total, self.say, self.done = what, total, say, 0.0
@@ -82,7 +82,7 @@ class _Bar:
 
 
 def duration(seconds: float) -> str:
-    """A duration as hours, minutes and seconds, such as `0:00:05`."""
+    """Returns a duration as text with hours, minutes and seconds, such as `0:00:05`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 

@@ -1,4 +1,4 @@
-"""The readers: sources that turn files and data sets of the `datasets` library into documents."""
+"""Sources that read documents from files and from data sets of the `datasets` library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class _Files:
         self.files = files
 
     def identity(self, content: bool = True) -> str:
-        """A hash of the reader's class name, the field, and the name and content (or size) of each file."""
+        """Returns a hash of the name of the source's class, of the field, and of the name and content of each file.
+        With `content=False`, the size of a file replaces its content.
+        """
         digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
         for file in self.files:
             digest.update(file.name.encode() + b"\0")
@@ -55,7 +57,7 @@ class _Files:
 
 
 class TextFiles(_Files):
-    """A source that makes one document of each file. A position is the number of files read."""
+    """A source that makes one document of each text file. A position is the number of files that have been read."""
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for index in range(position or 0, len(self.files)):
@@ -76,7 +78,7 @@ class TextFiles(_Files):
 
 class _Records:
     """The base class of sources that read records. Unless a subclass overrides `documents`, each record becomes one
-    document, the text of one field.
+    document, which consists of the text of one field.
 
     format: one of the values of `data.format`; with "auto" each record's format is recognised by its keys.
     """
@@ -88,8 +90,8 @@ class _Records:
         self.field, self.format = field, format
 
     def columns(self, name: str, names: Sequence[str]) -> Sequence[str]:
-        """The columns that are read from table `name`, which has the columns `names`. Raises `DataError` if there is no
-        column to read.
+        """Returns the columns to read from the table `name`, which has the columns `names`. Raises `DataError` if there
+        is no column to read.
         """
         if self.field in names and self.format != "tokens":
             return [self.field]
@@ -98,7 +100,7 @@ class _Records:
         raise DataError(name, 0, "wrong field", missing_field(self.field, names))
 
     def documents(self, record: Any, file: str, line: int, policy: BadRecordPolicy) -> Sequence[Document]:
-        """The documents of one record. Raises `DataError` with file and line if the record is invalid."""
+        """Returns the documents of one record. Raises `DataError` with file and line if the record is invalid."""
         if self.format == "tokens" or (
             self.format == "auto" and isinstance(record, dict) and self.field not in record and "input_ids" in record
         ):
@@ -113,11 +115,11 @@ class _Records:
         policy: BadRecordPolicy,
         done: int,
     ) -> Reading:
-        """Yield the documents of records, which are given as (record, line, position before it, function that returns
-        the position after it).
+        """Yield the documents of the records in `items`. An item is a tuple (record, line of the record, position
+        before the record, function that returns the position after the record).
 
-        Inside a record that becomes several documents, a position is [position before the record, number of its
-        documents already used]. done: the number of documents of the first record to leave out.
+        Between two documents of the same record, a position is [position before the record, number of documents of the
+        record already used]. done: the number of documents of the first record that are skipped.
         """
         for record, line, before, after in items:
             try:
@@ -134,8 +136,9 @@ class _Records:
 
 
 class RecordFiles(_Files, _Records):
-    """A source that reads files of records (see `data/records.py`). A position is [number of the file, *place in the
-    file]; inside a record it is [position before the record, number of its documents already used].
+    """A source that reads files of records (see `data/records.py`). A position between two records is [index of the
+    file, *position inside the file]. Between two documents of the same record, a position is [position before the
+    record, number of documents of the record already used].
     """
 
     def __init__(self, files: list[File], field: str, format: str = "auto"):
@@ -164,11 +167,13 @@ class RecordFiles(_Files, _Records):
 
 
 class JsonLines(RecordFiles):
-    """A source of texts in files of records."""
+    """A source that reads one text document from each record of JSONL or other record files (see `data/records.py`)."""
 
 
 class Parquet(JsonLines):
-    """Equal to `JsonLines`. This class has a different name because class names are part of saved positions."""
+    """A source of Parquet files that behaves like `JsonLines`. Parquet files have their own class because the class
+    name of a source is part of its `identity`, which saved positions contain.
+    """
 
 
 class ImageTextLines(RecordFiles):
@@ -208,8 +213,9 @@ class ImageTextLines(RecordFiles):
 class HubDataset(_Records):
     """A source that reads a data set of the `datasets` library, map-style or streaming.
 
-    A position is {"row": number of rows read}, with the data set's own "state" added if it is streaming; inside a
-    record it is [position before the record, number of its documents already used].
+    A position between two records is {"row": number of rows read}; for a streaming data set, the position also contains
+    the state of the data set under the key "state". Between two documents of the same record, a position is [position
+    before the record, number of documents of the record already used].
     """
 
     def __init__(self, dataset: Any, name: str, field: str, streaming: bool, format: str = "auto"):
@@ -295,11 +301,11 @@ def _numbers(record: Any, key: str, file: str, line: int) -> list[int]:
 
 
 def _own_position(dataset: Any) -> Any:
-    """A copy of a streaming data set. The data set contains its position, so that two passes at the same time need two
-    copies.
+    """Returns a copy of a streaming data set. A streaming data set stores its read position, so two passes over the
+    data set at the same time need two copies.
 
-    The cache of file systems inside the data set is shared, not copied: other threads may add to it during the copy,
-    and a copied cache would open every file system again.
+    The cache of file systems inside the data set is shared, not copied, because other threads may change the cache
+    during the copy, and because a copied cache would open every file system again.
     """
     from huggingface_hub import HfFileSystem
 
@@ -307,8 +313,8 @@ def _own_position(dataset: Any) -> Any:
 
 
 class HashSplit:
-    """The training side or the held-out side of a source that is split by a hash of the content, so that equal
-    documents are on the same side.
+    """The training documents or the held-out documents of a source. The source is split by a hash of the content of
+    each document, so that equal documents are on the same side of the split.
     """
 
     def __init__(self, source: Source, share: float, held_out: bool):

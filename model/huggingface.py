@@ -1,5 +1,5 @@
-"""The model as a transformers model. After this module is imported, `AutoModelForCausalLM.from_pretrained(folder)`
-works.
+"""Makes the model available as a transformers model. After this module is imported,
+`AutoModelForCausalLM.from_pretrained(folder)` works.
 
     import model.huggingface
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,8 +60,8 @@ _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|
 
 
 class _Section(PreTrainedConfig):
-    """A section `text_config` or `vision_config`: its attributes are the released keys, which are written back
-    unchanged.
+    """A section `text_config` or `vision_config` of config.json. The attributes of a section are the keys of the
+    released config.json, which are written back unchanged.
     """
 
     rope_scaling = None  # the released key; in the base class this name is an alias of another key
@@ -89,11 +89,12 @@ class DeepseekV41VisionConfig(_Section):
 
 
 class DeepseekV41Config(PreTrainedConfig):
-    """The transformers configuration with the released keys of config.json. `ModelConfig` validates them and raises
-    ValueError that lists every problem.
+    """The transformers configuration with the keys of the released config.json. `ModelConfig` validates the values of
+    these keys, and raises a ValueError that lists every problem.
 
-    `text_config` and `vision_config` hold the released keys as attributes; `to_model_config` returns the `ModelConfig`
-    that the model is built from. Keys that neither the release nor transformers defines are kept and written back.
+    `text_config` and `vision_config` hold the keys of these sections as attributes; `to_model_config` returns the
+    `ModelConfig` that the model is built from. Keys that neither the release nor transformers defines are kept and
+    written back.
     """
 
     model_type = MODEL_TYPE
@@ -130,8 +131,8 @@ class DeepseekV41Config(PreTrainedConfig):
 
 @dataclass
 class DeepseekV41Output(ModelOutput):
-    """The output of the model. loss: 0-d. logits: fp32 [B, S or logits_to_keep, V]. hidden_states: the residual streams
-    [B, S, n, d] that enter each block.
+    """The output of the model. loss: the 0-d loss. logits: fp32 [B, S or logits_to_keep, V]. hidden_states: for each
+    block, the residual streams [B, S, n, d] that enter the block.
     """
 
     loss: Tensor | None = None
@@ -141,8 +142,8 @@ class DeepseekV41Output(ModelOutput):
 
 @dataclass
 class DeepseekV41HiddenStates(ModelOutput):
-    """The output without the head: last_hidden_state [B, S, d] is the output of the final norm, which the head takes as
-    input.
+    """The output of a model without its head: last_hidden_state [B, S, d] is the output of the final norm, from which
+    the head would compute logits.
     """
 
     last_hidden_state: Tensor | None = None
@@ -152,22 +153,25 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     """The V4.1 model with the interface of transformers; its attribute `model` is the wrapped `DeepseekV41`.
 
     A model with Engram layers needs its tokenizer, because Engram maps token ids with the same normalised text to one
-    id. `from_pretrained` finds the tokenizer in the folder; a new model is given it as an argument.
+    id. `from_pretrained` finds the tokenizer in the checkpoint folder; for a new model, the tokenizer is an argument of
+    the constructor.
 
     Attributes:
         training_losses: the losses in training mode. "full": the indexer loss and the balance loss are added to the
-            trainer's own loss (their weights are in `model.loss_weights`), and router biases are updated. After every
+            trainer's own loss, with the weights in `model.loss_weights`, and router biases are updated. After every
             step of an optimizer that holds the model's parameters, the router biases are adjusted by the expert load of
             the whole step, over all processes. "lm": only the trainer's own loss is used, and indexers and router
             biases do not change.
         router_bias_rate: the size of the change of a router bias in one step.
-        drafter: the drafter of the folder, or None. The drafter is not trained: its weights are not among the model's
-            parameters. `generate` decodes with it, see `prepare_inputs_for_generation`.
+        drafter: the drafter of the checkpoint folder, or None. The drafter is not trained: the drafter's weights are
+            not among the model's parameters. `generate` uses the drafter for speculative decoding, see
+            `prepare_inputs_for_generation`.
 
-    The added losses are means over a micro-batch. If labels are given, they are weighted by the micro-batch's fraction
-    of the step's targets (`num_items_in_batch`), so that the losses of micro-batches and processes add up. If no labels
-    are given (trainers that compute their loss from logits or hidden states), the added losses change the gradient but
-    not the reported loss, and are divided by the number of forward passes in the previous step.
+    The added losses (indexer loss and balance loss) are means over a micro-batch. If labels are given, the added losses
+    are weighted by the micro-batch's fraction of the step's targets (`num_items_in_batch`), so that the losses of
+    micro-batches and processes add up. If no labels are given (trainers that compute their loss from logits or hidden
+    states), the added losses change the gradient but not the reported loss, and are divided by the number of forward
+    passes in the previous step.
     """
 
     config_class = DeepseekV41Config
@@ -175,7 +179,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
-    hf_device_map: dict[str, int | str]  # set if weights are offloaded: where each part is
+    hf_device_map: dict[str, int | str]  # set if weights are offloaded: the place of each part of the model
     # For peft: renames the weights of an adapter that was trained on the bare `DeepseekV41`.
     _checkpoint_conversion_mapping = {r"^(?!model\.)": "model."}
 
@@ -236,16 +240,17 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         drafter: bool = True,
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
-        """Load a model in evaluation mode from a folder in the released layout, or from the hub.
+        """Load a model in evaluation mode from a checkpoint folder with the file layout of the released checkpoint, or
+        from the Hugging Face hub.
 
         dtype: the dtype of the matrices; None or "auto" keeps the dtype of the folder (quantised weights become bf16).
         device_map: one device, {"": device} or "auto". With "auto", weights that do not fit on the first device of
-        max_memory stay elsewhere until they are used, if need be on disk in offload_folder (`model/dispatch.py`), and
-        the model cannot be trained. max_memory: bytes, or texts like "10GiB", by GPU number and for "cpu"; None: the
-        memory that is free. training_losses: see the class. drafter: whether to load the drafter if the folder has one.
-        config: a configuration to use instead of the folder's config.json; raises ValueError if it describes another
-        model. Also raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not
-        support.
+        max_memory are stored on other devices, in host memory, or on disk in offload_folder until they are used
+        (`model/dispatch.py`), and such a model cannot be trained. max_memory: the memory to use on each device, as
+        bytes or text like "10GiB"; the keys are GPU numbers and "cpu"; None means the free memory. training_losses: see
+        `DeepseekV41ForCausalLM`. drafter: whether to load the drafter if the folder has one. config: a configuration to
+        use instead of the folder's config.json; a configuration that describes another model raises ValueError. Also
+        raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not support.
         """
         folder = _local(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
@@ -282,8 +287,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         variant: str | None = None,
         **_: Any,
     ) -> None:
-        """Write a folder in the released layout: weights (the drafter's too), config.json, and the small files of the
-        folder that the model was loaded from.
+        """Write a folder with the file layout of the released checkpoint. The folder contains the weights of model and
+        drafter, config.json, and the small files (such as the tokenizer's) of the folder that the model was loaded
+        from.
 
         format="released" quantises the weights as in the released checkpoint. Other files in the folder, such as those
         of a tokenizer, are kept. The new weights are moved into the folder only after all of them have been written.
@@ -336,12 +342,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> DeepseekV41Output | tuple:
         """Run the model. The arguments are as in `DeepseekV41.forward`; padding may be on the left or on the right.
 
-        labels int64 [B, S] are not shifted; -100 is ignored. The loss is the mean over targets, or, with
-        `num_items_in_batch` (the number of targets in all micro-batches of a step), the sum over targets divided by it,
-        so that the losses of micro-batches add up. In training mode, `training_losses` may add further losses.
-        position_ids that restart at 0 within a row mark packed documents. decoding: the cache of a `generate` call, see
-        `Decoding`. step_counts: added to a batch by `count_whole_steps`. use_cache has no effect: a forward pass over
-        whole sequences keeps no cache.
+        labels int64 [B, S] are not shifted; positions with label -100 are ignored. The loss is the mean over targets.
+        If `num_items_in_batch` (the number of targets in all micro-batches of a step) is given, the loss is instead the
+        sum over targets divided by `num_items_in_batch`, so that the losses of micro-batches add up. In training mode,
+        `training_losses` may add further losses. position_ids that restart at 0 within a row mark packed documents.
+        decoding: the cache of a `generate` call, see `Decoding`. step_counts: the counts of the whole step, which
+        `count_whole_steps` adds to a batch. use_cache has no effect: a forward pass over whole sequences keeps no
+        cache.
         """
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
@@ -369,14 +376,15 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def base_model(self) -> Backbone:  # type: ignore[override]
-        """The model without its head, for trainers that compute the logits themselves (TRL's)."""
+        """The model without its head, for trainers that compute the logits themselves, such as those of TRL."""
         return Backbone(self)
 
     # Training
 
     def _trains_fully(self) -> bool:
-        """Whether this forward pass adds the losses of `training_losses="full"`. Raises ValueError for trainer settings
-        that this model would silently ignore (NEFTune noise) or that "full" does not support (DeepSpeed, FSDP).
+        """Returns whether this forward pass adds the losses of `training_losses="full"`. Raises ValueError for trainer
+        settings that this model would silently ignore (NEFTune noise) or that "full" does not support (DeepSpeed,
+        FSDP).
         """
         if not (self.training and torch.is_grad_enabled()):
             return False
@@ -404,7 +412,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         keep_streams: bool,
         step: LossDenominators | None,
     ) -> DeepseekV41Output:
-        """The logits and, if labels are given, the loss including the losses that `training_losses` adds."""
+        """Returns the logits and, if labels are given, the loss, including the losses that `training_losses` adds."""
         layout, trace, added = self._pass(batch, images, labels, keep_streams, step)
         streams = tuple(layout.unflatten(s) for s in trace.streams) if keep_streams else None
         logits = self.model.head(trace.hidden)
@@ -428,8 +436,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         step: LossDenominators | None = None,
     ) -> tuple[SequenceLayout, BackboneOutput, Tensor]:
         """Run one forward pass in training mode. Returns the layout, the backbone's output, and the 0-d weighted sum of
-        the added losses, divided by the counts of the step, or of this micro-batch if those are not known. Indexers are
-        trained on the supervised tokens, or on all tokens if there are no labels.
+        the added losses. Each added loss is divided by its count for the whole step, or by its count for this
+        micro-batch if the counts of the step are not known. Indexers are trained on the supervised tokens, or on all
+        tokens if there are no labels.
         """
         model, types = self.model, batch["vision_token_types"]
         layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
@@ -455,8 +464,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return layout, trace, losses.total
 
     def denominators(self, labels: Tensor | None = None, **given: Any) -> Tensor:
-        """What a micro-batch adds to the counts of its step (see `huggingface_counts.py`), computed without a forward
-        pass: int64 [2, 2 + index sources], on the CPU. Arguments as in `forward`.
+        """Returns the contribution of a micro-batch to the counts of its step (see `huggingface_counts.py`), int64 [2,
+        2 + index sources] on the CPU, computed without a forward pass. The arguments are those of `forward`.
         """
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         batch = _batch(ids, mask, positions, given.get("seq_lens"), given.get("vision_token_types"), {})
@@ -467,15 +476,18 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.stack([count_denominators(text, layout, some).to_tensor() for some in (taught, every)]).cpu()
 
     def _weight_of_pass(self, step: LossDenominators | None) -> float:
-        """What the added losses are multiplied by where they only enter the gradient, which DDP averages."""
+        """Returns the factor of the added losses in a forward pass whose added losses only change the gradient, which
+        DDP averages over processes.
+        """
         if step is None:
             return 1 / self._passes_of_step
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1.0
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        """Update the router biases after an optimizer step: the biases of overloaded experts are lowered and the others
-        raised, in layers whose router is trained. All processes must call this method together.
+        """Update the router biases after an optimizer step, in layers whose router is trained: the biases of overloaded
+        experts are lowered, and the biases of underloaded experts are raised. All processes must call this method
+        together.
         """
         load, self._load = self._load, None
         self._passes, self._passes_of_step = 0, max(1, self._passes)
@@ -503,12 +515,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """The arguments of the next forward pass in `generate`. These arguments always contain the whole sequences;
-        `decoding` determines which tokens are new, and without `decoding` every step processes all tokens again. Only
-        text prompts are supported.
+        """Returns the arguments of the next forward pass in `generate`. These arguments always contain the whole
+        sequences; `decoding` determines which tokens are new, and without `decoding` every step processes all tokens
+        again. Only text prompts are supported.
 
-        use_drafter is an argument of `generate` that `_sample` reads: True requires the drafter, False does not use it,
-        and None uses it if the other arguments allow it.
+        use_drafter is an argument of `generate` that `_sample` reads: True requires the drafter, False does not use the
+        drafter, and None uses the drafter if the other arguments allow this.
         """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]
@@ -537,9 +549,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use_drafter: bool | None = None,
         **inputs: Any,
     ) -> Any:
-        """The decoding loop of `generate` for greedy decoding and sampling. The drafter is used if the arguments allow
-        it; otherwise the loop of transformers runs. Raises ValueError with the reason if `use_drafter` is True and the
-        drafter cannot be used.
+        """Run the decoding loop of `generate` for greedy decoding and sampling. The drafter is used if the arguments
+        allow speculative decoding; otherwise the loop of transformers runs. Raises ValueError with the reason if
+        `use_drafter` is True and the drafter cannot be used.
         """
         against = hindrances(logits_processor, stopping_criteria, generation_config, streamer, inputs)
         if use_drafter and (against or self.drafter is None):
@@ -579,7 +591,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether every block is recomputed in the backward pass; `gradient_checkpointing_enable` switches it on."""
+        """Whether every block is recomputed in the backward pass. `gradient_checkpointing_enable` switches
+        recomputation on.
+        """
         return self.model.runtime.recompute
 
     @gradient_checkpointing.setter
@@ -588,8 +602,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class Backbone:
-    """A `DeepseekV41ForCausalLM` without its head, whose call returns hidden states. All other attributes of this
-    object are those of the wrapped `DeepseekV41`.
+    """A `DeepseekV41ForCausalLM` without its head, whose call returns hidden states. Every other attribute is looked up
+    in the wrapped `DeepseekV41`.
     """
 
     def __init__(self, owner: DeepseekV41ForCausalLM):
@@ -627,7 +641,7 @@ class Backbone:
 
 
 class _AddToGradient(torch.autograd.Function):
-    """Returns `passed` unchanged; in the backward pass `added` gets a gradient of one, as if it were a term of the
+    """Returns `passed` unchanged. In the backward pass `added` gets a gradient of one, as if `added` were a term of the
     loss.
     """
 
@@ -674,8 +688,8 @@ class Decoding:
 
     @torch.no_grad()
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The logits fp32 [B, 1, V] of the token after each row of input_ids [B, S]. Raises ValueError for a token id
-        outside the vocabulary and for a row with only padding.
+        """Returns the logits fp32 [B, 1, V] of the token that follows each row of input_ids [B, S]. Raises ValueError
+        for a token id outside the vocabulary and for a row with only padding.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
@@ -698,7 +712,9 @@ class Decoding:
         return self.model.head(hidden).unsqueeze(1)
 
     def _advance(self, new: list[list[int]]) -> Tensor:
-        """Run the model on the new tokens of every row. Returns the hidden state [B, d] of each row's last token."""
+        """Run the model on the new tokens of every row; `new` contains the token ids of each row. Returns the hidden
+        state [B, d] of each row's last token.
+        """
         share = max(1, PREFILL_TOKENS // len(new))
         last: dict[int, Tensor] = {}
         for start in range(0, max(map(len, new)), share):
@@ -737,8 +753,8 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolde
 
 
 def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
-    """The local folder of a checkpoint, which is downloaded from the hub if there is no folder with this name. The
-    options of the hub are removed from `options`.
+    """Returns the local folder of a checkpoint. If there is no folder called `name`, the checkpoint is downloaded from
+    the Hugging Face hub. The options of the hub are removed from `options`.
     """
     hub = {key: options.pop(key) for key in _HUB if key in options}
     options = {key: value for key, value in hub.items() if value not in (None, "")}
@@ -751,7 +767,9 @@ def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
 
 
 def _bytes(size: int | str) -> int:
-    """The number of bytes given by an integer or by a string such as "5GB". Raises ValueError for any other string."""
+    """Returns the number of bytes that an integer or a string such as "5GB" stands for. Raises ValueError for any other
+    string.
+    """
     if isinstance(size, int):
         return size
     if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):
@@ -798,8 +816,8 @@ def _batch(
     vision_token_types: Tensor | None,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    """The arguments for `DeepseekV41`. Raises ValueError if `others` contains an argument that this model does not
-    support.
+    """Returns the arguments for `DeepseekV41.forward`. Raises ValueError if `others` contains an argument that this
+    model does not support.
     """
     for name in ("inputs_embeds", "past_key_values", "cache", "output_router_logits", "shift_labels"):
         if others.get(name) is not None and others[name] is not False:
@@ -811,8 +829,8 @@ def _batch(
 
 
 def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """The document lengths int64 [B, documents] that position_ids imply, or None if each row is one document. Raises
-    ValueError if position_ids do not count every document from 0, or disagree with attention_mask.
+    """Returns the document lengths int64 [B, documents] that position_ids imply, or None if each row is one document.
+    Raises ValueError if position_ids do not count every document from 0, or disagree with attention_mask.
     """
     if attention_mask is not None:
         expected = (attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -830,8 +848,8 @@ def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | 
 
 
 def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook that runs before `load_state_dict` and renames tensors from the released names, as in the safetensors
-    files, to the names in this model's state dict.
+    """A hook that runs before `load_state_dict`. The hook renames the tensors in `state` from their names in the
+    released safetensors files to their names in this model's state dict.
     """
     if prefix or not any(name in state for name in ("embed.weight", "head.weight")):
         return

@@ -1,8 +1,9 @@
-"""Under transformers' trainers: the counts of a whole optimizer step, which its losses are divided by.
+"""Counts the denominators of the losses over a whole optimizer step, under transformers' trainers.
 
-A micro-batch alone does not know how many tokens the other micro-batches and processes of its step have. Trainers
-collect the micro-batches of a step before the first forward pass; `count_whole_steps` counts them there, and puts the
-counts into every micro-batch.
+A loss that is a mean must be divided by the number of tokens in the whole step, but a micro-batch alone does not know
+how many tokens the other micro-batches and processes of its step have. Trainers collect the micro-batches of a step
+before the first forward pass; at that point, `count_whole_steps` counts the tokens of all these micro-batches, and adds
+the counts to every micro-batch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ KEY = "step_counts"
 
 
 def count_whole_steps(trainer: Any) -> None:
-    """Make the added losses of a transformers `Trainer` (or one of TRL's) exact under gradient accumulation and with
-    several processes, however unequal the micro-batches are.
+    """Make the indexer loss and the balance loss exact means over the whole step under a transformers `Trainer` (or a
+    trainer of TRL), also with gradient accumulation, several processes and micro-batches of unequal size.
 
-    From now on every micro-batch of the trainer holds `step_counts`, int64 [2, 2 + index sources]: the denominators of
-    its whole step (see `LossDenominators`), for indexers that learn from the tokens with a label, and for indexers that
-    learn from all tokens. Raises ValueError if the trainer's model is none of this project. Batches without input_ids,
-    such as those of TRL's GRPOTrainer, are left alone.
+    After this call, every micro-batch of the trainer holds `step_counts`, int64 [2, 2 + index sources]: the
+    denominators of the whole step (see `LossDenominators`). Row 0 is for indexers that learn from the tokens with a
+    label, and row 1 for indexers that learn from all tokens. Raises ValueError if the trainer's model is not a
+    `DeepseekV41ForCausalLM`. Batches without input_ids, such as those of TRL's GRPOTrainer, are left alone.
     """
     model = next((m for m in trainer.model.modules() if hasattr(m, "denominators")), None)
     if model is None:
@@ -45,5 +46,7 @@ def count_whole_steps(trainer: Any) -> None:
 
 
 def denominators_of(counts: Tensor | None, labels: Tensor | None) -> LossDenominators | None:
-    """The denominators for a forward pass with or without labels; None if the step was not counted."""
+    """Returns the denominators for a forward pass with or without labels, or None if `counts` is None (the step was not
+    counted).
+    """
     return None if counts is None else LossDenominators.from_tensor(counts[int(labels is None)])

@@ -35,8 +35,8 @@ def hindrances(
     streamer: Any,
     inputs: dict[str, Any],
 ) -> list[str]:
-    """The arguments of a `generate` call that speculative decoding does not support, by the names of the arguments or
-    of the classes of processors and criteria. inputs: the model's inputs besides token ids and mask.
+    """Returns the names of everything in a `generate` call that speculative decoding does not support: names of
+    arguments, and class names of processors and criteria. inputs: the inputs of the model besides token ids and mask.
     """
 
     def unknown() -> Iterator[str]:
@@ -67,8 +67,9 @@ def continued(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> Tensor:
-    """Continue the prompts input_ids int64 [B, S], which are padded on the left, by speculative decoding. Returns [B,
-    longest], as `generate` does; rows that end earlier are filled with the padding token.
+    """Continue the prompts input_ids int64 [B, S], which are padded on the left, by speculative decoding. Returns the
+    token ids of prompts and continuations, int64 [B, longest], as `generate` does; rows that end earlier are filled
+    with the padding token.
 
     Without `do_sample`, decoding is greedy. Sampling uses one seed per row, drawn from torch's CPU generator. Raises
     ValueError for a row with only padding.

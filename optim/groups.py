@@ -49,7 +49,9 @@ class Rule:
 
 @dataclass
 class Group:
-    """A group of parameters with the same method and settings; `names`, `params` and `blocks` are parallel lists."""
+    """A group of parameters with the same optimizer method and settings. The lists `names`, `params` and `blocks` have
+    one item for each parameter.
+    """
 
     method: Method
     lr_factor: float
@@ -61,7 +63,7 @@ class Group:
 
 
 class ParameterRow(NamedTuple):
-    """The row of one parameter in the printed table."""
+    """The row of one parameter in the table that `format_table` makes."""
 
     parameter: str
     method: str
@@ -117,7 +119,9 @@ def assign(named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Sequence
 
 
 def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
-    """The number and shape of the matrices that Muon orthogonalises in a weight, as text like "64 x [512, 1280]"."""
+    """Returns the number and shape of the matrices that Muon orthogonalises in a weight, as text like "64 x [512,
+    1280]".
+    """
     if len(shape) == 3:
         return f"{shape[0]} x [{shape[1]}, {shape[2]}]"
     if blocks is None:
@@ -126,7 +130,7 @@ def blocks_text(shape: Sequence[int], blocks: Blocks | None) -> str:
 
 
 def format_table(rows: Sequence[ParameterRow]) -> str:
-    """`rows` as an aligned text table whose last line gives the number of parameters.
+    """Returns `rows` as an aligned text table whose last line gives the number of parameters.
 
     Parameters that differ only in their layer number share a line, such as `layers.{0-39}.attn.wq_a.weight`.
     """
@@ -183,13 +187,15 @@ def _fit_problems(rule: Rule, shape: Sequence[int]) -> list[str]:
 
 
 def _split_number(name: str) -> tuple[str, int | None, str]:
-    """A parameter name split at its first layer number: ("layers.", 3, ".attn.wq_a.weight")."""
+    """Returns a parameter name split at its first layer number, such as ("layers.", 3, ".attn.wq_a.weight")."""
     match = re.search(r"(?<=\.)\d+(?=\.)", name)
     return (name[: match.start()], int(match.group()), name[match.end() :]) if match else (name, None, "")
 
 
 def _ranges(numbers: Sequence[int | None]) -> str:
-    """Ascending layer numbers as text, such as "3" or "{0-2,5}"; an empty string for a name without a number."""
+    """Returns ascending layer numbers as text, such as "3" or "{0-2,5}", or an empty string for a parameter name
+    without a layer number.
+    """
     runs: list[list[int]] = []
     for number in sorted(n for n in numbers if n is not None):
         if runs and number == runs[-1][1] + 1:

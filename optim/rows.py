@@ -1,9 +1,9 @@
 """Updates of parameters whose rows are divided over several processes: their owners gather the rows for the update.
 
 Muon can only update whole matrices, but between steps the rows of a matrix are divided over several processes
-(`RowGroups.keepers`). In a step, the owner of a matrix (`optim/ownership.py`) gathers the gradient and the weight,
-updates the whole matrix, and sends the rows back: first to its own set of keepers, and from each of these to the
-processes that keep the same rows.
+(`RowGroups.keepers`). In a step, the process that owns a matrix (`optim/ownership.py`) gathers the gradient and the
+weight, and updates the whole matrix. The owner then sends the rows to the processes of its own set of keepers, and each
+of these processes sends its rows on to the processes of other sets that keep the same rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MESSAGE_ELEMENTS = 1 << 25  # maximum elements that a process sends in one messa
 
 
 class Collected(NamedTuple):
-    """Whole gradients, each of which is held by a single process. `gradients`: maps parameters to gradients, or to None
-    if another process holds the gradient; `ranks`: the processes that hold these gradients, or None if there are no
-    such gradients.
+    """Whole gradients, each of which is held by a single process. `gradients`: maps each parameter to its gradient, or
+    to None if another process holds the gradient. `ranks`: the group of processes that hold whole gradients, or None if
+    there are no whole gradients.
     """
 
     gradients: Mapping[Tensor, Tensor | None]
@@ -35,7 +35,9 @@ NOTHING = Collected({}, None)
 
 
 def rows_here(tensor: Tensor) -> Tensor:
-    """The rows of a parameter or gradient that this process keeps, as a plain tensor that shares its memory."""
+    """Returns the rows of a parameter or gradient that this process keeps, as a plain tensor that shares memory with
+    it.
+    """
     tensor = tensor.detach()
     return (
         tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -55,8 +57,8 @@ class RowExchange:
 
     @torch.no_grad()
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Gather the rows that each process keeps; returns the whole tensors of the parameters that this process
-        owns.
+        """Gather the `rows` that each process keeps of every parameter. Returns the whole tensors of the parameters
+        that this process owns.
         """
         ranks = self.groups.keepers
         whole: dict[Tensor, Tensor] = {}
@@ -77,7 +79,9 @@ class RowExchange:
 
     @torch.no_grad()
     def hand_out(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
-        """Send the whole tensors from their owners, and write them into the `rows` of every process."""
+        """Send the rows of the `whole` tensors from the owners of the parameters to all processes, and write the rows
+        into the tensors `rows` of every process.
+        """
         ranks = self.groups.keepers
         for by_owner in self._messages(rows):
             own = by_owner[ranks.rank]
@@ -108,8 +112,8 @@ class RowExchange:
                     _unpack(flat, targets)
 
     def _messages(self, rows: Mapping[Tensor, Tensor]) -> Iterator[list[list[Tensor]]]:
-        """Yield the parameters owned by this process's set of keepers, several per message; each message lists the
-        parameters of every keeper.
+        """Yield the messages for the parameters owned by this process's set of keepers. A message is a list with one
+        entry per keeper: the list of the parameters that this keeper owns in the message.
         """
         size = self.groups.keepers.size
         here = [param for param in rows if self.owners[param] // size == self.groups.copies.rank]
@@ -117,7 +121,9 @@ class RowExchange:
             yield [[param for param in batch if self.owners[param] % size == keeper] for keeper in range(size)]
 
     def _span(self, param: Tensor, keeper: int) -> tuple[int, int]:
-        """The index of the first element, and the number of elements, of the rows that a keeper keeps."""
+        """Returns the index of the first element, and the number of elements, of the rows of `param` that the process
+        `keeper` keeps.
+        """
         rows, entry = param.shape[0], param.shape[1:].numel()
         height = -(-rows // self.groups.keepers.size)
         first, end = (min(place * height, rows) for place in (keeper, keeper + 1))

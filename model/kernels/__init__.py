@@ -1,4 +1,4 @@
-"""Triton kernels. Each file has the name of the file in model/ whose plain functions its kernels replace.
+"""Triton kernels. The kernels of a file replace plain PyTorch functions of the file of the same name in model/.
 
 `switch` decides whether the kernel or the plain function runs; Triton is imported only when a kernel is needed.
 `launch` launches a kernel or, on meta tensors, records the launch; `table` compiles every kernel, also without a GPU.

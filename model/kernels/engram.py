@@ -33,7 +33,9 @@ def _add_gated(streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | 
 def _add_gated_backward(
     grad: Tensor, streams: Tensor, memory: Tensor, weight: Tensor, image: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of streams, memory and weight. The gradient of weight is summed over tokens in a fixed order."""
+    """Returns the gradients of streams, memory and weight. The gradient of weight is summed over tokens in a fixed
+    order.
+    """
     tokens, n, d = streams.shape
     d_streams, d_memory, d_weight = torch.empty_like(streams), torch.empty_like(memory), torch.empty_like(weight)
     d_dot = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
@@ -83,7 +85,9 @@ def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DI
 def _agreement(
     streams, memory, weight, token, eps, N: tl.constexpr, N_TILE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The normalised dot products of streams and keys, and the inverse root mean squares of both, each [N_TILE]."""
+    """Returns the normalised dot products of a token's streams and keys, the inverse root mean squares of the streams,
+    and those of the keys, each [N_TILE].
+    """
     dot = tl.zeros([N_TILE], tl.float32)
     squares = tl.zeros([N_TILE], tl.float32)
     key_squares = tl.zeros([N_TILE], tl.float32)
@@ -99,7 +103,8 @@ def _agreement(
 
 @triton.jit
 def _gate(s, image, token, IMAGES: tl.constexpr):
-    """The gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens."""
+    """Returns the gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens.
+    """
     sign = tl.where(s > 0, 1.0, tl.where(s < 0, -1.0, 0.0))
     gate = tl.sigmoid(sign * tl.sqrt(tl.maximum(tl.abs(s), 1e-6)))
     if IMAGES:
@@ -196,7 +201,7 @@ def _weight_backward_kernel(
     TOKENS_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The gradient of COLUMNS columns of one stream's weight, summed over all tokens."""
+    """Compute the gradient of COLUMNS columns of one stream's weight, summed over all tokens."""
     program = tl.program_id(0).to(tl.int64)
     stream, column = program % N, program // N * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)

@@ -36,9 +36,9 @@ def coefficients(
 def _coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, hc_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The coefficients and the tensors saved for the backward pass: mixes [(2+n)n, T], the inverse root mean squares
-    [T], and the denominators of every Sinkhorn step [2*iters - 1, n, T], with which the backward pass inverts the steps
-    starting from comb.
+    """Returns the coefficients pre, post and comb, and the tensors saved for the backward pass: mixes [(2+n)n, T], the
+    inverse root mean squares [T], and the denominators of every Sinkhorn step [2*iters - 1, n, T]. With the
+    denominators, the backward pass inverts the Sinkhorn steps starting from comb.
     """
     tokens, n, d = streams.shape
     rows = fn.shape[0]
@@ -85,7 +85,7 @@ def _coefficients_backward(
     norm: Tensor,
     denominators: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of streams, fn, base and scale. Sums over tokens are computed in a fixed order."""
+    """Returns the gradients of streams, fn, base and scale. Sums over tokens are computed in a fixed order."""
     tokens, n, d = streams.shape
     rows = fn.shape[0]
     new: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
@@ -139,8 +139,8 @@ _coefficients.register_autograd(_differentiate_coefficients, setup_context=_save
 
 
 def _tile(streams: Tensor) -> dict:
-    """The tile sizes of collapse and expand: COLUMNS columns of one token, or several tokens if a token has fewer
-    columns.
+    """Returns the tile sizes of the kernels of collapse and expand: a tile has COLUMNS columns of one token, or all
+    columns of several tokens if a token has fewer columns.
     """
     _, n, d = streams.shape
     columns = min(COLUMNS, padded(d))
@@ -333,8 +333,8 @@ def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.
 
 @triton.jit
 def _softmax(mixes, base, scale, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """The mixes and the softmax of their logits over the target axis, each [source, target, tokens]; padding is
-    zero.
+    """Returns the mixes, and the softmax of their logits over the target axis, each [source, target, tokens]; padding
+    is zero.
     """
     source, target = tl.arange(0, N_TILE)[:, None, None], tl.arange(0, N_TILE)[None, :, None]
     row = 2 * N + source * N + target
@@ -495,8 +495,8 @@ def _collapse_kernel(
 
 @triton.jit
 def _place(TOKENS_TILE: tl.constexpr, N_TILE: tl.constexpr):
-    """The indices of a tile [tokens, streams, columns]: int64 token indices [TOKENS_TILE, 1, 1], stream indices [1,
-    N_TILE, 1], and the first column as a zero [1, 1, 1].
+    """Returns the indices of a tile [tokens, streams, columns]: the int64 token indices [TOKENS_TILE, 1, 1], the stream
+    indices [1, N_TILE, 1], and the index of the first column as a zero [1, 1, 1].
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)[:, None, None]
     return token, tl.arange(0, N_TILE)[None, :, None], tl.zeros([1, 1, 1], tl.int32)

@@ -28,8 +28,8 @@ def block_peaks(
     own: bool,
     tie_break: float,
 ) -> Tensor:
-    """Compute the best score of each block of `block` entries (a power of two), fp32 [C, blocks]; it is -inf if no
-    entry of the block is visible.
+    """Compute the best score of each block of `block` entries (a power of two), fp32 [C, blocks]; the score of a block
+    without visible entries is -inf.
 
     q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Block 0 begins at slot
     `low` or, with `own`, at each query's visible_from.
@@ -88,7 +88,7 @@ def candidate_scores(
 def indexer_loss(
     q: Tensor, weights: Tensor, keys: Tensor, topk_indices: Tensor, mass: Tensor, taught: Tensor
 ) -> Tensor:
-    """Computes the same loss as `model.indexer.indexer_loss`, whose inputs are separate arguments here."""
+    """Compute the loss of `model.indexer.indexer_loss`, with the fields of its inputs as separate arguments."""
     tensors = (q, weights, keys, topk_indices, mass, taught)
     need = torch.is_grad_enabled() and any(x.requires_grad for x in (q, weights, keys))
     return _loss(*(x.contiguous() for x in tensors), need, torch.are_deterministic_algorithms_enabled())[0]
@@ -105,7 +105,9 @@ def _loss(
     need: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and, if `need` is true, the gradients of q, weights and keys, in one pass over the selected entries."""
+    """Returns the loss and, if `need` is true, the gradients of q, weights and keys, computed in one pass over the
+    selected entries.
+    """
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     losses = torch.empty(tokens, dtype=torch.float32, device=q.device)
@@ -155,7 +157,7 @@ _loss.register_autograd(_differentiate_loss, setup_context=_save_loss)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Load a tile [len(place), DIM_TILE] of the rows with the int64 numbers `place`; rows are zero where `seen` is
+    """Load a tile [len(place), DIM_TILE] of the rows whose int64 indices are `place`; rows are zero where `seen` is
     false.
     """
     channel = tl.arange(0, DIM_TILE)[None, :]

@@ -19,10 +19,11 @@ COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: the arguments needed to compile it, and the work it does.
+    """The record of one kernel launch: the kernel, the arguments and options with which it can be compiled, and
+    estimates of its work.
 
-    `flops`: two for each multiply-add in the kernel's matrix products. `bytes`: the size of all tensor arguments, which
-    is the minimum that must be moved between memory and chip.
+    flops: floating-point operations of the kernel's matrix products (two for each multiply-add).
+    bytes: the size of all tensor arguments, which is the minimum that must be moved between memory and chip.
     """
 
     kernel: Any
@@ -48,8 +49,9 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0.0, **keywords: Any) -> None:
-    """Run a Triton kernel on the grid. `keywords` are its constexpr arguments and COMPILE_OPTIONS. The kernel is not
-    run if the tensors are meta or fake tensors, or if the grid is empty.
+    """Run a Triton kernel on the grid `grid`. `keywords` are the kernel's constexpr arguments and its compile options
+    (COMPILE_OPTIONS). `flops` is the number of floating-point operations for the record of the launch (see `Launch`).
+    The kernel is not run if the tensors are meta or fake tensors, or if the grid is empty.
     """
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
@@ -83,5 +85,7 @@ def operator(name: str) -> Callable[[Callable], Any]:
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The width of a tile that holds `size` elements: the next power of two, at least `least`."""
+    """Returns the width of a tile that holds `size` elements: the smallest power of two that is at least `size` and at
+    least `least`.
+    """
     return max(least, 1 << max(0, size - 1).bit_length())

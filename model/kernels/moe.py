@@ -1,4 +1,4 @@
-"""The clamped SwiGLU of the MoE experts in Triton; see model/moe.py."""
+"""A Triton kernel for the clamped SwiGLU of the MoE experts; see model/moe.py for the formula."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _swiglu(gate: Tensor, up: Tensor, weights: Tensor | None, limit: float) -> T
 def _swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate, up and weights (the last is empty if there are no weights)."""
+    """Returns the gradients of gate, up and weights; the gradient of weights is empty if there are no weights."""
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     d_weights = gate.new_empty(0) if weights is None else torch.empty_like(weights)
     tensors = (grad, gate, up, weights, d_gate, d_up, d_weights)
@@ -64,8 +64,8 @@ _swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _clamped(gate, up, place, here, limit):
-    """Returns the clamped gate, its sigmoid and the clamped up, all fp32, and masks of the elements of gate and of up
-    within the limits. NaN stays NaN.
+    """Returns the clamped gate, its sigmoid and the clamped up, all fp32, and two masks of the elements of gate and of
+    up that are within the limits. NaN stays NaN.
     """
     g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
     u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton; see model/norm.py."""
+"""A Triton kernel for RMSNorm; see model/norm.py for the formula."""
 
 import torch
 import triton
@@ -18,7 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator("rms_norm")
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the normalised rows, and their inverse root mean squares fp32 [rows] for the backward pass."""
+    """Returns the normalised rows, and the inverse root mean squares of the rows (fp32 [rows]), which the backward pass
+    needs.
+    """
     rows = x.numel() // weight.shape[0]
     out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     sizes = _sizes(weight)
@@ -86,7 +88,9 @@ def _norm_backward_kernel(
     DIM_TILE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
 ):
-    """Each program processes `each` tiles of rows and sums their contributions to the gradient of the weight."""
+    """Compute the gradients of x and weight. Each program processes `each` tiles of rows, and sums the contributions of
+    these rows to the gradient of the weight.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_TILE)
     factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]

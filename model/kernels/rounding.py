@@ -1,4 +1,4 @@
-"""Rounding to FP8 and FP4 inside Triton kernels, with the same bits as the results of model/quantize.py.
+"""Rounding to FP8 and FP4 inside Triton kernels, with results that equal those of model/quantize.py bit for bit.
 
 All rounding works on the bits of fp32 numbers, because not every GPU has casts to 8 bits, and because the casts of
 Triton's interpreter round ties and subnormal bf16 values wrongly. Kernels that call these functions are compiled with
@@ -23,7 +23,7 @@ def with_sign(magnitude, x):
 
 @triton.jit
 def round_bits(x, DROPPED: tl.constexpr):
-    """Round fp32 x to a mantissa that is DROPPED bits shorter; ties are rounded to even. NaN stays NaN."""
+    """Round the fp32 numbers x to a mantissa that is DROPPED bits shorter; ties are rounded to even. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & (-(1 << DROPPED))
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -31,7 +31,7 @@ def round_bits(x, DROPPED: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """x as fp32."""
+    """Returns x converted to fp32."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -3,12 +3,13 @@
 Each program handles one query with all its heads, and loads tiles of window keys and of selected entries by their row
 numbers. No input is padded or copied, and the backward pass recomputes the attention probabilities.
 
-The backward pass has three kernels, which each recompute the probabilities, because one kernel for all gradients would
-need more registers than a GPU has. The first kernel computes the gradients of queries. The second kernel computes the
-gradients of window keys: a program takes a block of keys and iterates over the queries that see them, so that only one
-program writes each gradient. The third kernel computes the gradients of selected entries. Many queries can select the
-same entry, so its gradient is summed with fp32 atomics in no fixed order. Under `torch.use_deterministic_algorithms`,
-the gradients are instead written out for a chunk of queries at a time and summed in the order of the queries.
+The backward pass has three kernels, which each recompute the probabilities, because a single kernel for all gradients
+would need more registers than a GPU has. The first kernel computes the gradients of queries. The second kernel computes
+the gradients of window keys: a program takes a block of keys and iterates over the queries that see them, so that only
+one program writes each gradient. The third kernel computes the gradients of selected entries. Many queries can select
+the same entry, so its gradient is summed with fp32 atomics in no fixed order. Under
+`torch.use_deterministic_algorithms`, the gradients are instead written out for a chunk of queries at a time and summed
+in the order of the queries.
 """
 
 import torch
@@ -34,7 +35,7 @@ def sparse_attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the same as model.sparse.sparse_attention."""
+    """Compute the results of `model.sparse.sparse_attention`, which has the same arguments."""
     if topk_indices is None:
         entries, topk_indices = window_kv.new_empty(0, window_kv.shape[1]), window_start.new_empty(0, dtype=torch.int32)
         topk_indices = topk_indices.expand(len(q), 0)
@@ -88,7 +89,7 @@ def _attention_backward(
     window: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, window_kv, entries and sink."""
+    """Returns the gradients of q, window_kv, entries and sink."""
     tokens, heads, dim = q.shape
     selected = topk_indices.shape[1]
     d_q, d_window = torch.empty_like(q), torch.empty_like(window_kv)
@@ -140,7 +141,7 @@ def supports(q: Tensor) -> bool:
 
 
 def _sizes(q: Tensor, parts: int = 0) -> dict:
-    """The tile sizes of the kernels. With `parts`, each row is split into that many tiles, each of at least 16
+    """Returns the tile sizes of the kernels. With `parts`, each row is split into `parts` tiles, each of at least 16
     channels.
     """
     _, heads, dim = q.shape
@@ -182,7 +183,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Load a tile [len(place), DIM_TILE] of the rows with the int64 numbers `place`; rows are zero where `seen` is
+    """Load a tile [len(place), DIM_TILE] of the rows whose int64 indices are `place`; rows are zero where `seen` is
     false.
     """
     channel = tl.arange(0, DIM_TILE)[None, :]
@@ -191,7 +192,9 @@ def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
 
 @triton.jit
 def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
-    """The length of a query's selection up to and including its last valid entry; only empty places (-1) follow."""
+    """Returns the length of a query's selection up to and including its last valid entry; only empty places (-1) follow
+    this entry.
+    """
     place = tl.arange(0, SELECTED_TILE)
     index = tl.load(indices + place, mask=place < SELECTED, other=-1)
     return tl.max(tl.where(index >= 0, place + 1, 0), 0)
@@ -199,9 +202,9 @@ def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, scale):
-    """Returns total + a @ b. The condition in the code is always true; it hides from the compiler that the result of
-    one matrix product is an operand of another. Otherwise the compiler would let both groups of four warps compute
-    whole tiles.
+    """Returns total + a @ b. The condition in the code is always true; the condition hides from the compiler that the
+    result of one matrix product is an operand of another. Otherwise the compiler would let both groups of four warps
+    compute whole tiles.
     """
     if scale != 0:
         total = tl.dot(a, b, acc=total, input_precision="ieee")
@@ -424,7 +427,9 @@ def _entry_backward_kernel(
 
 @triton.jit
 def _load_parts(rows, place, seen, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """As `_load_rows`, but as a tuple of PARTS tiles [len(place), PART] with consecutive channels."""
+    """Load rows like `_load_rows`, but return them as a tuple of PARTS tiles [len(place), PART] with consecutive
+    channels.
+    """
     parts = ()
     for part in tl.static_range(PARTS):
         channel = part * PART + tl.arange(0, PART)[None, :]

@@ -1,4 +1,6 @@
-"""Sums of rows in a fixed, reproducible order, which atomic additions do not have."""
+"""Sums rows of tensors in a fixed order, so that results are reproducible. Atomic additions would sum in a random
+order.
+"""
 
 import torch
 import triton
@@ -12,8 +14,8 @@ DETERMINISTIC_BYTES = 2**31  # maximum bytes of rows that are written out at a t
 
 @operator("sums_in_order")
 def _sums_in_order(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-    """Compute fp32 [N, D], whose row n is the sum of `rows` [R, D] at the indices order[bounds[n]:bounds[n + 1]], added
-    in this order.
+    """Compute the sums fp32 [N, D]: row n is the sum of `rows` [R, D] at the indices order[bounds[n]:bounds[n + 1]],
+    added in the order of these indices.
     """
     count = len(bounds) - 1
     out = rows.new_empty(count, rows.shape[1])

@@ -29,9 +29,9 @@ def using(setting: str) -> Iterator[None]:
 
 
 def in_triton(x: Tensor) -> bool:
-    """Whether Triton kernels process `x`. With auto, they do on CUDA devices if Triton is installed. With triton, they
-    always do; on a CPU this needs Triton's interpreter (TRITON_INTERPRET=1 before the first import of a kernel), which
-    is slow and meant for tests.
+    """Returns whether Triton kernels process `x`. With the setting "auto", Triton kernels run on CUDA devices if Triton
+    is installed. With the setting "triton", Triton kernels always run; on a CPU this needs Triton's interpreter
+    (TRITON_INTERPRET=1 before the first import of a kernel), an interpreter that is slow and meant for tests.
     """
     if _setting == "auto":
         return x.is_cuda and installed()
@@ -40,12 +40,12 @@ def in_triton(x: Tensor) -> bool:
 
 @cache
 def installed() -> bool:
-    """Whether Triton can be imported."""
+    """Returns whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def kernels_problem(setting: str) -> str | None:
-    """The problem of a value of `runtime.kernels` as text, or None if the value is valid."""
+    """Returns a text that says why a value of `runtime.kernels` cannot be used, or None if the value is valid."""
     if setting not in SETTINGS:
         return f"{setting!r} is unknown, allowed are {', '.join(map(repr, SETTINGS))}"
     if setting == "triton" and not installed():

@@ -1,4 +1,5 @@
-"""Compiles every kernel at the released sizes, also without a GPU, and prints the resources that each needs.
+"""Compiles every kernel at the sizes of the released model, also without a GPU, and prints the resources that each
+kernel needs.
 
 `python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]` prints registers per thread, shared
 memory and register spills, which are read from the compiled code. Arithmetic intensity and the time on an H200 are
@@ -42,8 +43,12 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for sm_<arch>: bytes of shared memory, registers and bytes of local memory (spills) per thread,
-    the number of fused multiply-adds in its PTX, and the estimates.
+    """A kernel compiled for the GPU architecture sm_<arch>, and the resources that it needs.
+
+    warps: number of warps of a program. registers: registers per thread. shared: bytes of shared memory.
+    local: bytes of local memory (register spills) per thread. fused: number of fused multiply-adds in the PTX.
+    intensity: estimated FLOPs per byte of memory traffic. microseconds: estimated time on an H200.
+    ttir: the kernel in Triton IR (text).
     """
 
     name: str
@@ -59,7 +64,9 @@ class Compiled:
 
 
 def released_launches(tokens: int = 65536) -> list[Launch]:
-    """The launches of every kernel for one row of `tokens` at the released sizes, with bf16 activations."""
+    """Returns the launches of every kernel for one row of `tokens` tokens at the sizes of the released model, with bf16
+    activations.
+    """
     c = TextConfig()
     with recording() as found:
         _hyper_connections(c, tokens)
@@ -141,8 +148,8 @@ def _elementwise(c: TextConfig, tokens: int) -> None:
 
 
 def _different(launches: list[Launch]) -> list[Launch]:
-    """The launches that differ in kernel, argument types or constants, so that a loop over chunks is listed only
-    once.
+    """Returns the launches without repetitions: of launches with equal kernel, argument types and constants (as in a
+    loop over chunks) only the first is kept.
     """
 
     def key(launch: Launch) -> str:
@@ -194,7 +201,9 @@ def _kind(value: Any, is_constexpr: bool) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory per thread, as reported by NVIDIA's disassembler, which Triton includes."""
+    """Returns the registers and the bytes of local memory per thread, as reported by NVIDIA's disassembler, which
+    Triton includes.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)

@@ -13,8 +13,8 @@ from model.parallel.ranks import RankGroup
 
 @contextmanager
 def all_or_none(ranks: RankGroup) -> Iterator[None]:
-    """A context manager for work that must succeed on all ranks. If one rank raises an error, all ranks raise after all
-    have finished; the other ranks raise OSError with the reason.
+    """A context manager for work that must succeed on all ranks. If one rank raises an error, all ranks raise an error
+    as soon as every rank has finished its work; a rank whose own work succeeded raises OSError with the reason.
     """
     mine = None
     try:
@@ -30,7 +30,7 @@ def all_or_none(ranks: RankGroup) -> Iterator[None]:
 
 
 def gather_objects(value: Any, ranks: RankGroup) -> list[Any]:
-    """The values of all ranks, in the order of the ranks."""
+    """Returns the list of the values of all ranks, in the order of the ranks. All ranks must call this function."""
     values = [value]
     if ranks.size > 1:
         values = [None] * ranks.size

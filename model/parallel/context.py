@@ -1,8 +1,9 @@
-"""The exchanges of context parallelism between ranks: rows of the tokens before a chunk, compressed entries, and sums.
+"""The exchanges of context parallelism between ranks. Ranks exchange rows (vectors) of the tokens before a chunk,
+compressed entries, and sums.
 
 The ranks of a group hold consecutive chunks of the same tokens. All functions here are collective operations: every
-rank of the group must call them in the same order, also in the backward pass and in recomputation, even if it has no
-rows to send.
+rank of the group must call them in the same order, also in the backward pass and in recomputation, even if the rank has
+no rows to send.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from model.parallel.ranks import RankGroup
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """Which rows each rank sends to later ranks, so that every rank receives the rows of the tokens just before its
-    chunk.
+    """Says which rows each rank sends to later ranks, so that every rank receives the rows of the tokens just before
+    its chunk.
 
-    index: int64 [rows sent], the indices of the tokens to send, ordered by receiving rank; sent, received: the number
-    of rows sent to and received from every rank. All ranks derive their plans from the same layout, so that no counts
-    are exchanged.
+    index: int64 [rows sent], the indices of the tokens whose rows this rank sends, ordered by receiving rank. sent: for
+    every rank, the number of rows that this rank sends to it. received: for every rank, the number of rows that this
+    rank receives from it. All ranks derive their plans from the same layout, so the ranks need not exchange these
+    counts.
     """
 
     index: Tensor
@@ -34,17 +36,18 @@ class HaloPlan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens before its chunk whose rows this rank receives."""
+        """The number of tokens before its own chunk whose rows this rank receives."""
         return sum(self.received)
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """How the entries that the ranks compute, each those that end in its chunk, are placed in the slots of the whole
-    layout.
+    """Says in which slot of the whole layout each compressed entry is placed. Each rank computes the entries whose last
+    token is in its chunk.
 
-    Each rank contributes `capacity` rows. place: int64 [N], for each slot its row in the concatenated rows of all ranks
-    (0 for unused slots); slot: int64 [ranks * capacity], the slot of each row, -1 for rows without an entry.
+    Each rank contributes `capacity` rows, which may include unused rows. place: int64 [N], for each slot the index of
+    its row in the concatenated rows of all ranks (0 for unused slots). slot: int64 [ranks * capacity], for each of the
+    concatenated rows the index of its slot, -1 for rows without an entry.
     """
 
     capacity: int
@@ -53,8 +56,9 @@ class GatherPlan:
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
-    """Prepend to each tensor [T, ...] the received rows of the tokens before the chunk. In the backward pass, the
-    gradient of a received row is sent back to the rank that owns the token and added there.
+    """Prepend to each tensor [T, ...] the rows of the tokens before the chunk, which are received from other ranks. In
+    the backward pass, the gradient of a received row is sent back to the rank that sent the row, and added to its
+    gradient there.
     """
     rows = exchange([x.index_select(0, plan.index) for x in tensors], list(plan.sent), list(plan.received), ranks)
     return tuple(torch.cat(pair) for pair in zip(rows, tensors, strict=True))
@@ -93,8 +97,8 @@ class _GatherSlots(torch.autograd.Function):
 
 
 def sum_of_parts(part: Tensor, ranks: RankGroup) -> Tensor:
-    """The sum of every rank's part, from which all ranks compute the same loss; the backward hands each rank the
-    gradient of its own part, so that only one rank may count the loss itself.
+    """Returns the sum of the tensors `part` of all ranks, from which all ranks compute the same loss. In the backward
+    pass, each rank gets the gradient of its own part only; so only one rank may count the loss itself.
     """
     return part if ranks.size == 1 else _SumOfParts.apply(part, ranks)
 
@@ -110,15 +114,18 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def chunk_bounds(tokens: int, ranks: int) -> Tensor:
-    """int64 [C + 1]: the first token of every rank's chunk, and the number of all tokens. The sizes of the chunks
-    differ by one at most; if there are fewer tokens than ranks, the last ranks get none.
+    """Returns int64 [C + 1]: the index of the first token of every rank's chunk, and at the end the number of all
+    tokens. The sizes of the chunks differ by one at most; if there are fewer tokens than ranks, the last ranks get
+    empty chunks.
     """
     return -(torch.arange(ranks + 1) * -tokens // ranks)
 
 
 @torch.no_grad()
 def gather_chunks(x: Tensor, tokens: int, ranks: RankGroup) -> Tensor:
-    """The rows [tokens, ...] of all chunks in order, from the rows [T, ...] of this rank's chunk, without gradient."""
+    """Returns the rows [tokens, ...] of all ranks' chunks in order, given the rows x [T, ...] of this rank's chunk. No
+    gradient is computed.
+    """
     if ranks.size == 1:
         return x
     sizes = chunk_bounds(tokens, ranks.size).diff().tolist()
@@ -132,7 +139,7 @@ def gather_chunks(x: Tensor, tokens: int, ranks: RankGroup) -> Tensor:
 
 
 def sum_over(counts: Tensor, ranks: RankGroup) -> Tensor:
-    """The sum of `counts` over all ranks, without gradient; with one rank, `counts` itself."""
+    """Returns the sum of `counts` over all ranks, without gradient. With one rank, `counts` itself is returned."""
     if ranks.size == 1:
         return counts
     total = counts.clone()

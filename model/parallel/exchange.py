@@ -16,8 +16,11 @@ from model.parallel.ranks import RankGroup
 
 
 class RowCounts(NamedTuple):
-    """The sizes of an exchange: received int64 [size, ...], the number of rows of each kind that every rank sends to
-    this one; send and receive, the numbers of rows to send to and receive from every rank, as Python integers.
+    """The numbers of rows in an exchange.
+
+    received: int64 [size, ...], the number of rows of each kind that every rank sends to this rank.
+    send: for every rank, the number of rows that this rank sends to it.
+    receive: for every rank, the number of rows that this rank receives from it.
     """
 
     received: Tensor
@@ -37,7 +40,8 @@ def exchange_counts(counts: Tensor, ranks: RankGroup) -> RowCounts:
 
 def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, ...]:
     """Send the first send[0] rows of every tensor to rank 0 of the group, the next send[1] to rank 1 and so on; returns
-    the rows received, ordered by rank. The backward pass sends gradients back to the senders of the rows.
+    the rows that this rank received, ordered by sending rank. The backward pass sends the gradient of each row back to
+    the rank that sent the row.
 
     All ranks must call this function. They must also all run its backward pass, so whether at least one of the tensors
     requires a gradient must be the same on all ranks.
@@ -46,7 +50,9 @@ def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ran
 
 
 class Packer(Protocol):
-    """A format in which rows travel: codes and scales, from which `unpack` makes rows of some width and dtype."""
+    """A format for sending rows with fewer bytes. `pack` converts rows to codes and scales; `unpack` converts codes and
+    scales back to rows of a given width and dtype.
+    """
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -54,11 +60,11 @@ class Packer(Protocol):
 
 
 class Transfer:
-    """An `exchange` in two parts: it begins when this is made, and `finish` returns the rows. Other work may be done
-    between, while they travel.
+    """An `exchange` that runs in the background. Creating a `Transfer` starts sending the rows, and `finish` waits for
+    the received rows and returns them. The caller may do other work between the two.
 
-    packer: the rows of the first tensor [R, width], which its format must represent exactly, travel packed; their
-    gradients do not.
+    packer: if given, the rows of the first tensor [R, width] are sent in the format of this packer, which must
+    represent their values exactly. Gradients are sent unpacked.
     """
 
     def __init__(
@@ -79,11 +85,11 @@ class Transfer:
         self._incoming = [self._begin(rows) for rows in outgoing]
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Wait for the rows; differentiable."""
+        """Wait for the received rows and return them; gradients flow back through this call to the sent rows."""
         return _Exchange.apply(self, *self.tensors)
 
     def arrived(self) -> tuple[Tensor, ...]:
-        """Wait for the rows; without gradients."""
+        """Wait for the received rows and return them without gradients."""
         for work in self._works:
             work.wait()
         if self._packer is None:
@@ -115,6 +121,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup) -> tuple[Tensor, dist.Work]:
-    """What is received, once the handle has been waited for."""
+    """Start an all-to-all exchange. Returns the tensor of received rows, which is filled only after waiting for the
+    returned handle, and this handle.
+    """
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     return out, dist.all_to_all_single(out, rows.contiguous(), receive, send, group=ranks.group, async_op=True)

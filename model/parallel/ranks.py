@@ -15,7 +15,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class RankGroup:
-    """An ordered set of processes that share a part of the model. A single process has size 1 and no group."""
+    """An ordered set of processes that share a part of the model. A set with a single process has size 1, and `group`
+    is None.
+    """
 
     group: ProcessGroup | None = None
     rank: int = 0  # this process's position in the set
@@ -26,7 +28,7 @@ class RankGroup:
         return self
 
     def name(self, rank: int) -> str:
-        """The name, for messages, of a process of the group: its rank among all processes."""
+        """Returns the name of rank `rank` of this group in messages, which contains its rank among all processes."""
         return f"rank {rank if self.group is None else dist.get_global_rank(self.group, rank)}"
 
 
@@ -38,13 +40,12 @@ class Parallel:
     """The processes that a model is split over.
 
     experts: the ranks over which the routed experts of a layer are split; rank r owns experts [r*E/size, (r+1)*E/size).
-    tables: the ranks over which the rows of the Engram tables are split, and with `shard_embeddings` also those of the
-    token embedding and the head; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size), so the last ranks may own
-    fewer rows or none.
-    context: the ranks over which the tokens of a micro-batch are split in consecutive chunks (context parallelism).
-    dense: the ranks over which the rows of the blocks' dense matrices are divided, as the rows of a table are. While a
-    block runs, its matrices are whole on every rank (FSDP2, see `train/distributed/dense.py`), so the computation is
-    the same.
+    tables: the ranks over which the rows of the Engram tables are split; with `shard_embeddings`, the rows of the token
+    embedding and of the head are split over the same ranks; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size),
+    so the last ranks may own fewer rows or none. context: the ranks over which the tokens of a micro-batch are split in
+    consecutive chunks (context parallelism). dense: the ranks over which the rows of the blocks' dense matrices are
+    split. While a block runs, its whole matrices are gathered on every rank (FSDP2, see `train/distributed/dense.py`),
+    so results do not depend on this split.
     """
 
     experts: RankGroup = ONE_RANK
@@ -55,7 +56,7 @@ class Parallel:
 
     @property
     def vocabulary(self) -> RankGroup:
-        """The ranks over which the token embedding and the head are split."""
+        """The ranks over which the rows of the token embedding and the head are split."""
         return self.tables if self.shard_embeddings else ONE_RANK
 
     @property
@@ -69,7 +70,9 @@ ONE_PROCESS = Parallel()
 
 @dataclass(frozen=True)
 class Shard:
-    """The part [start, stop) of `total` entries along a parameter's first dimension that this rank holds."""
+    """The part of a parameter that this rank holds: along the parameter's first dimension, the indices [start, stop) of
+    0 ... `total` - 1. An index is a row of a matrix, or an expert.
+    """
 
     ranks: RankGroup
     start: int
@@ -81,12 +84,14 @@ class Shard:
 
     @property
     def height(self) -> int:
-        """The number of entries of a full shard; the last shards can be smaller."""
+        """The number of rows (or experts) of a full shard. The last shards can be smaller."""
         return -(-self.total // self.ranks.size)
 
 
 def rows_here(tensor: Tensor) -> Tensor:
-    """The rows of a parameter or buffer that this rank holds, as a plain detached tensor that shares its memory."""
+    """Returns the rows of a parameter or buffer that this rank holds, as a plain detached tensor that shares memory
+    with it.
+    """
     tensor = tensor.detach()
     return (
         tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -94,14 +99,16 @@ def rows_here(tensor: Tensor) -> Tensor:
 
 
 def row_shard(total: int, ranks: RankGroup) -> Shard:
-    """The shard of this rank, for a table of `total` rows."""
+    """Returns the shard that this rank holds of a table with `total` rows."""
     shard = Shard(ranks, 0, 0, total)
     start, stop = (min(rank * shard.height, total) for rank in (ranks.rank, ranks.rank + 1))
     return replace(shard, start=start, stop=stop)
 
 
 def expert_shard(total: int, ranks: RankGroup) -> Shard:
-    """The shard of this rank, for `total` experts. Raises ValueError if they cannot be split evenly."""
+    """Returns the shard that this rank holds of a layer with `total` experts. Raises ValueError if the experts cannot
+    be split evenly.
+    """
     if total % ranks.size:
         raise ValueError(f"{total} routed experts cannot be split evenly over {ranks.size} ranks")
     return row_shard(total, ranks)

@@ -20,9 +20,11 @@ from model.precision import without_autocast
 
 
 class Lookup(NamedTuple):
-    """The result of a look-up: the distinct rows `values` [U, dim], and `places`, int64 of any shape, with the position
-    of each requested row in `values`. While `work` is set, the rows are still being received; call `arrived` before
-    using them.
+    """The result of a look-up.
+
+    values: [U, dim], the distinct rows that were looked up.
+    places: int64 of any shape, for each requested row its index in `values`.
+    work: a handle while the rows are still being received, otherwise None. Call `arrived` before using `values`.
     """
 
     values: Tensor
@@ -35,12 +37,14 @@ class Lookup(NamedTuple):
         return self._replace(work=None)
 
     def rows(self) -> Tensor:
-        """[*places.shape, dim], on the device of `places`. The table may be on another device."""
+        """Returns the requested rows [*places.shape, dim] on the device of `places`. The table may be on another
+        device.
+        """
         return F.embedding(self.places.to(self.values.device), self.values).to(self.places.device)
 
 
 class Table(nn.Embedding, Watched):
-    """This rank's rows of an embedding table that has `rows` rows in total."""
+    """The rows that this rank holds of an embedding table with `rows` rows in total."""
 
     def __init__(self, rows: int, dim: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
@@ -108,7 +112,7 @@ class _Fetch(torch.autograd.Function):
 
 
 class Head(nn.Linear):
-    """This rank's rows of an output head for a vocabulary of `rows` tokens."""
+    """The rows that this rank holds of the weight of an output head for a vocabulary of `rows` tokens."""
 
     def __init__(self, dim: int, rows: int, ranks: RankGroup):
         shard = row_shard(rows, ranks)
@@ -120,26 +124,30 @@ class Head(nn.Linear):
         return logits(hidden, self.full_weight())
 
     def full_weight(self) -> Tensor:
-        """Gather the whole weight [rows, dim] from all ranks, which must all call this method. Its gradient is summed
-        over the ranks.
+        """Gather the whole weight [rows, dim] from all ranks, which must all call this method. The gradient of the
+        whole weight is summed over the ranks.
         """
         return self.weight if self.shard.ranks.size == 1 else _Gather.apply(self.weight, self.shard)
 
     def weight_and_shard(self) -> tuple[Tensor, Shard | None]:
-        """This rank's rows of the weight and which they are, for a loss that gathers them itself; None: all."""
+        """Returns the rows of the weight that this rank holds, and their shard (None if the rank holds all rows), for a
+        loss that gathers the rows itself.
+        """
         return self.weight, None if self.shard.ranks.size == 1 else self.shard
 
 
 @without_autocast
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits fp32 [..., V] of hidden [..., d] and weight [V, d] of any dtype, computed as in the released inference
-    code.
+    """Returns the logits fp32 [..., V] for hidden states [..., d] and weight [V, d] of any dtype, computed as in the
+    released inference code.
     """
     return F.linear(hidden.float(), weight.float())
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the shards of all ranks to the whole weight; the gradient of each shard is summed over the ranks."""
+    """Gathers the shards of all ranks into the whole weight. In the backward pass, the gradient of each shard is summed
+    over the ranks.
+    """
 
     @staticmethod
     def forward(ctx, weight: Tensor, shard: Shard) -> Tensor:
@@ -152,9 +160,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, shard: Shard) -> Tensor:
-    """The rows [len(shard), columns] of every rank, one after the other: [size * height, columns]. Of a rank with fewer
-    than `shard.height` rows the last ones are padding, so the first `shard.total` are the whole. All ranks must take
-    part.
+    """Returns the concatenated rows of all ranks, [size * height, columns], given the rows [len(shard), columns] of
+    each rank. A rank with fewer than `shard.height` rows contributes padding after its rows; only the last ranks have
+    fewer rows, so the first `shard.total` rows of the result are the whole matrix. All ranks must call this function.
     """
     out = rows.new_empty(shard.ranks.size * shard.height, rows.shape[1])
     dist.all_gather_single(out, _padded(rows, shard.height), group=shard.ranks.group)
@@ -162,8 +170,8 @@ def gather_rows(rows: Tensor, shard: Shard) -> Tensor:
 
 
 def sum_rows(whole: Tensor, shard: Shard) -> Tensor:
-    """This rank's rows [len(shard), columns] of the sum over all ranks of `whole` [size * height, columns], laid out as
-    by `gather_rows`. All ranks must take part.
+    """Returns this rank's rows [len(shard), columns] of the sum of `whole` [size * height, columns] over all ranks. The
+    rows of `whole` are in the order of the result of `gather_rows`. All ranks must call this function.
     """
     out = whole.new_empty(shard.height, whole.shape[1])
     dist.reduce_scatter_single(out, whole, group=shard.ranks.group)
