@@ -113,7 +113,7 @@ class RowExchange:
 
     def _messages(self, rows: Mapping[Tensor, Tensor]) -> Iterator[list[list[Tensor]]]:
         """Yield the messages for the parameters owned by this process's set of keepers. A message is a list with one
-        entry per keeper: the list of the parameters that this keeper owns in the message.
+        entry per keeper: the list of those parameters in the message that this keeper owns.
         """
         size = self.groups.keepers.size
         here = [param for param in rows if self.owners[param] // size == self.groups.copies.rank]

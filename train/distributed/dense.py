@@ -2,12 +2,12 @@
 
 Each rank holds ``1/G`` of the rows of each matrix, in fp32. The matrices of a block are gathered (in bf16, if that is
 the precision of the products) while the previous block computes, and freed after the block has run. In the backward
-pass they are gathered again, and the gradients of a block are summed over the G ranks as soon as they are complete.
-With several sets of G ranks, the gradients of a step are then summed over the sets.
+pass the matrices of a block are gathered again, and the gradients of a block are summed over the G ranks as soon as
+they are complete. With several sets of G ranks, the gradients of a step are then summed over the sets.
 
-DeepSpeed (``engine.py``) handles all other parameters: experts and tables, which are split already; small parameters
-and those used in fp32 (norms, routers, stream mixes, attention sinks); and the vision tower, which runs only on ranks
-that have images.
+DeepSpeed (``engine.py``) handles all other parameters: experts and tables, which are split over ranks in another way;
+parameters that are small or used in fp32 (norms, routers, stream mixes, attention sinks); and the vision tower, which
+runs only on ranks that have images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRIES = ("prefill_kv",)  # methods of a block, besides `forward`, that use its
 
 
 def matrices(block: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the matrices of a block that are split over ranks: those of its projections."""
+    """Yield the matrices of a block that are split over ranks: the weights of the projections in the block."""
     for module in block.modules():
         if isinstance(module, nn.Linear | GroupedLinear):
             yield cast(nn.Parameter, module.weight)
@@ -37,8 +37,8 @@ def matrices(block: nn.Module) -> Iterator[nn.Parameter]:
 def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bool) -> None:
     """Split the matrices of the blocks over ``ranks``, the axis ``parts`` of ``mesh``, in place.
 
-    Each matrix becomes a ``DTensor`` with an attribute ``shard``. Call this before the optimizer is built, on a model
-    that has the same values on every rank.
+    Each matrix becomes a ``DTensor`` with an attribute ``shard``. Call this function before the optimizer is built, on
+    a model whose parameters have the same values on every rank.
 
     bf16: whether the gathered matrices are bf16. Gradients are summed in fp32 in any case.
     """
@@ -56,7 +56,7 @@ def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bo
             register_fsdp_forward_method(block, name)
         for parameter in matrices(block):
             parameter.shard = row_shard(parameter.shape[0], ranks)  # type: ignore[attr-defined]
-    # The model itself has no unit, but as the blocks' root it lets a block's gather begin during the block before.
+    # FSDP2 gathers nothing for the model itself. With the model as root, a block's gather starts in the block before.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=set(model.parameters()))
     register_fsdp_forward_method(model, "run_backbone")
     # FSDP2 takes the first module that runs for the root; in generation that would be a block.
@@ -66,7 +66,7 @@ def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bo
 def sum_between_sets(model: nn.Module, wanted: bool) -> None:
     """Set whether the next backward pass also sums gradients over the sets of ranks, not only inside each set.
 
-    The last backward pass of a step must do so.
+    The last backward pass of a step must sum gradients over the sets.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)

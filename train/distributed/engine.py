@@ -1,7 +1,8 @@
-"""Gradients and updates of a step over all processes. Only this file imports DeepSpeed.
+"""Computes the gradients and the update of an optimizer step over all processes. Only this file imports DeepSpeed.
 
 A single process does not use DeepSpeed. Several processes use a DeepSpeed engine at ZeRO stage 0, which sums gradients
-over the ranks that hold the same parameter. The optimizer is our own; it divides its state among the processes itself.
+over the ranks that hold the same parameter. The optimizer is the one in ``optim``, which divides its state among the
+processes itself.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Engine:
         self.deepspeed = _wrap(model, optimizer) if world.size > 1 else None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a micro-batch on this rank; ``last``: it is the last one of the step. Gradients are not
-        exchanged between ranks yet, except those of matrices whose rows are divided (``dense.py``).
+        """Add the gradients of a micro-batch on this rank. ``last``: whether this is the last micro-batch of the step.
+        Gradients are not exchanged between ranks yet, except those of matrices whose rows are divided (``dense.py``).
         """
         if self.deepspeed is None:
             loss.backward()
@@ -47,8 +48,9 @@ class Engine:
     def reduce(self) -> None:
         """Sum the gradient of each parameter over the ranks that hold the parameter.
 
-        If a parameter has a gradient on only some ranks, it counts as zero on the others. If it has none on any rank,
-        it still has none afterwards. The gradient of a matrix whose rows are divided goes to the matrix's owner.
+        If a parameter has a gradient on only some ranks, its gradient counts as zero on the other ranks. A parameter
+        without a gradient on every rank still has no gradient afterwards. The gradient of a matrix whose rows are
+        divided is sent to the rank that owns the matrix.
         """
         if self.deepspeed is None:
             return
@@ -115,7 +117,7 @@ def _wrap(model: nn.Module, optimizer: Optimizer) -> Any:
     import deepspeed
 
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        # Sums of these are FSDP2's; and as the engine goes over a whole model, it fails where it meets FSDP2's modules.
+        # FSDP2 sums the gradients of divided matrices, and DeepSpeed's engine fails on a model with modules of FSDP2.
         model = nn.ParameterList(p for p in model.parameters() if not isinstance(p, DTensor))
     split = [parameter for parameter in model.parameters() if hasattr(parameter, "shard")]
     for parameter in split:

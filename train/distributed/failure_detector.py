@@ -1,12 +1,13 @@
-"""Detects processes of a run that did not start, died or hang; names them in one message and ends the other processes.
+"""Detects processes of a run that did not start, died or hang; names these processes in one message and ends the
+remaining processes.
 
 Before the processes create a process group, they wait for each other at a TCPStore (`rendezvous`), in which every
-process that has started registers itself; so the missing ones can be named.
+process that has started registers itself, so that missing processes can be named.
 
 If a process is lost during training, a collective call on another rank fails with a network error that does not name
 the lost rank, or waits forever. So every process runs a `FailureDetector`, a thread that writes heartbeats into the
-store of the process group and checks other processes: those on its own host by their process id, and across hosts by
-heartbeats (rank 0 checks all ranks, rank 1 checks rank 0).
+store of the process group and checks other processes: processes on the same host by their process id, and processes on
+other hosts by their heartbeats (rank 0 checks all ranks, rank 1 checks rank 0).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ AGAIN = "Start the same command again to continue from the last checkpoint"
 def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.Store:
     """Wait until all processes of a run have started.
 
-    Returns the store at which they met; keep it until the process group has been created. Meanwhile rank 0 prints which
-    ranks are missing; until rank 0 has started, one process on each host prints that rank 0 is missing.
+    Returns the store at which the processes registered; the caller must keep the store until the process group has been
+    created. Meanwhile rank 0 prints which ranks are missing; until rank 0 has started, one process on each host prints
+    that rank 0 is missing.
 
     Raises:
         RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
@@ -169,7 +171,9 @@ class FailureDetector(threading.Thread):
             pass
 
     def wait_for_failure(self, seconds: float) -> str | None:
-        """Wait up to ``seconds`` until a process is found to be lost. Returns which one, or None."""
+        """Wait up to ``seconds`` until a process is found to be lost. Returns a text that names the lost process, or
+        None.
+        """
         self._found.wait(seconds)
         return self.failure
 
@@ -193,7 +197,9 @@ class FailureDetector(threading.Thread):
             print(f"error: {message(self.failure)}", file=sys.stderr, flush=True)
 
     def _check(self) -> str | None:
-        """Return which process is lost, or None. All processes name the same one, since it is recorded in the store."""
+        """Return a text that names the lost process, or None. All processes name the same lost process, since its name
+        is recorded in the store.
+        """
         if self.store.check(["lost"]):
             return self.store.get("lost").decode()
         gone = [rank for rank in self.neighbours if not _lives(int(self.processes[rank][1]))]

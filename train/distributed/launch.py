@@ -21,7 +21,8 @@ BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def launch(layout: ParallelConfig) -> World:
-    """Connect this process with the others that torchrun, the deepspeed launcher or srun has started, if any.
+    """Connect this process with the other processes that torchrun, the deepspeed launcher or srun has started, if any.
+    Returns the ``World`` of this process.
 
     Raises:
         ConfigError: the number of started processes differs from ``parallel.world_size``.

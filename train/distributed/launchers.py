@@ -47,8 +47,8 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
 
 def note_fault(code: object) -> None:
     """Write the exit code of this process into the file that ``NARROWS_FAULT_FILE`` names, if starting the run again
-    would end in the same way: it ends by an error in the code (1), refused input (2) or numbers that are not finite
-    (3). slurm/train.sbatch then does not put the job back into the queue.
+    would end in the same way. Such exit codes are 1 (an error in the code), 2 (refused input) and 3 (numbers that are
+    not finite). If the file has been written, slurm/train.sbatch does not put the job back into the queue.
     """
     path = os.environ.get("NARROWS_FAULT_FILE")
     if path and code in FAULTS:

@@ -23,7 +23,8 @@ from train.errors import RankLost
 def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
     """Return the device for ``parallel.device``; ``auto`` is a CUDA device if there is one, otherwise the CPU.
 
-    If this process sees several CUDA devices, it takes the one with the number of its rank on this host.
+    If this process sees several CUDA devices, the device whose index is the local rank of the process (its rank on this
+    host) is returned.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -33,21 +34,24 @@ def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device
 
 
 def rank_mesh(parts: int, device: torch.device) -> DeviceMesh:
-    """All ranks in rows of so many consecutive ones: axis ``parts`` within a row, axis ``sets`` over ranks at the same
-    place of their rows. All ranks call it together; it makes their groups.
+    """Create a mesh that arranges all ranks in rows of ``parts`` consecutive ranks. The axis ``parts`` runs along a
+    row; the axis ``sets`` connects the ranks at the same position of all rows. All ranks must call this function
+    together, because it creates process groups.
     """
     shape = (dist.get_world_size() // parts, parts)
     return init_device_mesh(device.type, shape, mesh_dim_names=("sets", "parts"))
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> RankGroup:
-    """This rank's group along an axis of a mesh."""
+    """Return the group of the ranks that are on the same line as this rank along an axis of a mesh."""
     group = mesh.get_group(axis)
     return RankGroup(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def settle_precision(config: Config, device: torch.device) -> Config:
-    """Return ``config`` with ``parallel.precision`` fp32 or bf16: what ``auto`` means on ``device``."""
+    """Return ``config`` with ``parallel.precision`` set to fp32 or bf16. The value ``auto`` is replaced by the
+    precision that ``auto`` stands for on ``device``.
+    """
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return config.with_precision("bf16" if has_bf16 else "fp32")
 
@@ -63,26 +67,32 @@ class World:
     replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
     # ^ number of parts that a parameter is split into -> the ranks that hold the same part as this rank
     failure_detector: FailureDetector | None = None  # None if there is only one process
-    dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide the rows of dense matrices; None: whole
+    dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide dense matrices; None: not divided
 
     @property
     def row_groups(self) -> int:
-        """Number of processes, or groups of processes under context parallelism, that have rows of their own."""
+        """Number of groups of processes that compute different rows. Without context parallelism, each process is a
+        group.
+        """
         return self.size // self.parallel.context.size
 
     @property
     def row_group(self) -> int:
-        """The number of this process among ``row_groups``: which rows it computes, or shares with its group."""
+        """Index of the group of this process among the ``row_groups`` groups, which determines the rows that this
+        process computes.
+        """
         return self.rank // self.parallel.context.size
 
     @property
     def counts_rows(self) -> bool:
-        """True on the first of the ranks that share rows, where numbers that belong to whole rows are counted."""
+        """True on the first rank of each group that shares rows. Numbers that belong to whole rows are counted only on
+        this rank.
+        """
         return self.parallel.context.rank == 0
 
     def share_rows(self, batches: list[Any]) -> list[Any]:
-        """Return the batches, CPU tensors, of all ranks that share rows with this one, in the order of ranks. Without
-        context parallelism these are ``batches``.
+        """Return the batches (CPU tensors) of all ranks that share rows with this rank, in the order of ranks. Without
+        context parallelism, only ``batches`` itself is returned.
         """
         return [batch for theirs in gather_objects(batches, self.parallel.context) for batch in theirs]
 
@@ -130,13 +140,14 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         if self.size > 1:
             self.any(False)
 
     @contextmanager
     def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
-        """Context for code that the ranks run together: if one rank ends, all ranks end with a message that names it.
+        """Context for code that the ranks run together: if one rank ends, all ranks end with a message that names this
+        rank.
 
         agreed: types of exceptions that all ranks raise together, so that no rank is waiting for another.
 

@@ -16,14 +16,18 @@ from train.rl.reference import Reference, log_probs_under
 
 
 def prepared(run: Run, batch: Batch) -> dict[str, Any]:
-    """Prepare a CPU batch of pairs for the model; adds ``answer`` (see ``answer_numbers``) and the count ``pairs``."""
+    """Prepare a CPU batch of pairs for the model. The prepared batch also has the entries ``answer`` (see
+    ``answer_numbers``) and ``pairs``, the number of pairs.
+    """
     seq_lens, length = batch["seq_lens"], batch["input_ids"].shape[1]
     answer, pairs = answer_numbers(seq_lens, length), pair_count(seq_lens)
     return {**run.prepare(batch), "answer": answer.to(run.device), "pairs": pairs}
 
 
 def objective_of(run: Run, batch: Mapping[str, Any], reference: Reference) -> PreferenceObjective:
-    """Run the reference policy on a prepared batch and return the DPO objective. Call this under ``run.autocast``."""
+    """Run the reference policy on a prepared batch and return the DPO objective. Call this function under
+    ``run.autocast``.
+    """
     assert run.config.dpo is not None
     with reference.model() as model:
         log_probs = log_probs_under(model, batch)

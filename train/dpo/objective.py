@@ -21,7 +21,8 @@ from train.config.dpo import DpoConfig
 def answer_numbers(seq_lens: Tensor, row_length: int) -> Tensor:
     """Number the answers of a batch. Returns int64 [B, S]: the number of the answer that each token belongs to.
 
-    The chosen answer of pair p has number 2 p, and the rejected answer 2 p + 1. Padding has 0; it is never supervised.
+    The chosen answer of pair p has number 2 p, and the rejected answer 2 p + 1. Padding tokens have number 0; they are
+    never supervised.
 
     seq_lens: int64 [B, documents], the lengths of the conversations in each row, chosen and rejected alternating, then
     zeros.
@@ -48,8 +49,8 @@ class PreferenceObjective:
         answer: number of the answer of each token, int64 [B, S], from ``answer_numbers``.
         reference: log-probability of every supervised token under the reference policy, fp32 [B, S].
         pairs: number of pairs in the micro-batch.
-        context: the ranks that share the batch under context parallelism, each with its own tokens. All of them compute
-            the loss of whole answers; the first one counts it.
+        context: the ranks that share the batch under context parallelism, each with its own tokens. All these ranks
+            compute the loss of whole answers; only the first rank counts the loss.
 
     Attributes:
         sums: sums over the pairs (detached, fp64): loss, number of pairs with a positive margin, margin, both rewards.
@@ -76,4 +77,4 @@ class PreferenceObjective:
         if self.context.rank == 0:
             return loss.sum()
         self.sums = {name: torch.zeros_like(value) for name, value in self.sums.items()}
-        return loss.sum() - loss.sum().detach()  # no value, but the gradient of this rank's tokens
+        return loss.sum() - loss.sum().detach()  # the value is 0, the gradient is that of this rank's tokens

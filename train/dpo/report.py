@@ -37,7 +37,7 @@ class PreferenceReporter(Reporter):
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
         """Plot loss, accuracy and margin against the number of training tokens.
 
-        Lines show the training pairs, dots the held-out pairs.
+        Lines show the values on training pairs, and dots the values on held-out pairs.
         """
         kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "valid")}
         panels = [

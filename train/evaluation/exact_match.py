@@ -1,7 +1,7 @@
 """Exact match on held-out conversations: whether greedy decoding would write exactly the given answer.
 
-Greedy decoding writes the answer if each of its tokens, EOS included, is the most likely token after the tokens before
-it. So one forward pass over the conversations is enough, and nothing needs to be generated.
+Greedy decoding writes the answer if each token of the answer, EOS included, is the most likely token after all tokens
+before that token. So one forward pass over the conversations is enough, and nothing needs to be generated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model.parallel.ranks import ONE_RANK, RankGroup
 class ExactMatch:
     """Computes the cross-entropy and records at which positions greedy decoding would choose the right token.
 
-    It is an objective (see `model.loss.Objective`) for a single batch, without gradients.
+    This class is an objective (see `model.loss.Objective`) for a single batch, without gradients.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class ExactMatch:
     def count(self, seq_lens: Tensor, row_length: int, context: RankGroup = ONE_RANK) -> Tensor:
         """Count the conversations whose supervised tokens are all right, and those with at least one supervised token.
 
-        seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns int64
-        [2]. The ranks of `context` share these rows and count together; only the first of them returns the numbers,
-        the others return zeros.
+        seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns these
+        two numbers as int64 [2]. The ranks of `context` share these rows and count together; only the first rank of
+        `context` returns the numbers, the other ranks return zeros.
         """
         starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
         ends = (starts + seq_lens.cumsum(1)).flatten()  # sorted; empty conversations repeat a value

@@ -45,7 +45,9 @@ class Loaded:
             each.set_fewshot_seed(seed=seed)
 
     def run(self, scorer: Scorer) -> dict[str, dict[str, float]]:
-        """Run the tasks. Returns the metrics of each, such as {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}."""
+        """Run the task, or all tasks of the group. Returns the metrics of each task, such as {"arc_easy": {"acc": 0.25,
+        "acc_stderr": 0.01}}.
+        """
         with _same_random_state(), _quiet():
             found = evaluate(
                 _Model(scorer), self.tasks, limit=self.task.limit, log_samples=False, bootstrap_iters=RESAMPLES
@@ -110,7 +112,8 @@ def _same_random_state() -> Iterator[None]:
 class _Model(TemplateLM):
     """Presents a `Scorer` to the library as a model.
 
-    Every rank passes the same requests to it. The scorer divides them over the ranks, and each rank gets all results.
+    Every rank passes the same requests to the scorer. The scorer divides the requests over the ranks, and each rank
+    gets all results.
     """
 
     def __init__(self, scorer: Scorer):

@@ -1,4 +1,6 @@
-"""Recall of the indexers: the share of the true top-k attention mass that they select, on some held-out documents."""
+"""Measures the recall of the indexers on some held-out documents: the share of the attention mass of the true top-k
+entries that lies on the entries selected by the indexers.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from model import indexer_recall
 from model.vision import START as IMAGE_START
 from train.build import Batch, Run
 
-PROBE_TOKENS = 1024  # number of tokens measured; the cost grows with its square
+PROBE_TOKENS = 1024  # largest number of tokens measured; the cost grows with the square of this number
 
 
 @dataclass
 class Probe:
     """Measures ``model.indexer_recall`` of every layer with an indexer, on the first held-out documents.
 
-    The documents have at most ``PROBE_TOKENS`` tokens together. The same documents are used for any number of processes
-    and any number of rows in a batch.
+    The measured documents have at most ``PROBE_TOKENS`` tokens together. The same documents are used for any number of
+    processes and any number of rows in a batch.
     """
 
     run: Run
@@ -28,7 +30,7 @@ class Probe:
     sums: torch.Tensor | float = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Include the next batch of every rank in the measurement. All ranks call this together."""
+        """Include the next batch of every rank in the measurement. All ranks call this method together."""
         if self.seen >= PROBE_TOKENS:
             return
         world, seen = self.run.world, self.seen
@@ -62,7 +64,8 @@ def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
 
 
 def with_a_token(batch: Batch) -> tuple[Batch, bool]:
-    """Give a batch that has only padding one unsupervised token. Returns the batch, and whether it had tokens before.
+    """Give a batch that has only padding one unsupervised token. Returns the batch, and whether the given batch already
+    had tokens.
 
     All ranks must run the model together, but a rank may get only padding when the last held-out rows are divided.
     """

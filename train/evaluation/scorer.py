@@ -20,12 +20,14 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its 
 
 
 class Stopped(Exception):
-    """The evaluation was asked to stop. All ranks raise it together."""
+    """The evaluation was asked to stop. All ranks raise this exception together."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A text to continue greedily: until `done(text so far)`, the end-of-sequence token or `max_tokens`."""
+    """A prompt to continue by greedy decoding, until `done(text so far)` is true, the end-of-sequence token is chosen,
+    or `max_tokens` tokens have been generated.
+    """
 
     prompt: Sequence[int]
     max_tokens: int
@@ -34,7 +36,8 @@ class Question:
 
 @dataclass
 class Scorer:
-    """Computes log-likelihoods and greedy answers. All ranks make the same calls, and each rank gets all results.
+    """Computes log-likelihoods and greedy answers with a language model. All ranks make the same calls, and each rank
+    gets all results.
 
     - batch: number of sequences in one forward pass of a process;
     - autocast: context for the forward passes of log-likelihoods; answers are generated without it, as in RL rollouts;
@@ -57,9 +60,10 @@ class Scorer:
 
     @torch.no_grad()
     def likelihoods(self, pairs: Sequence[Pair], what: str) -> list[tuple[float, bool]]:
-        """Compute, for each pair, the log-probability (nats) of the continuation, and whether greedy decoding gives it.
+        """Compute, for each pair, the log-probability (nats) of the continuation, and whether greedy decoding would
+        write the continuation.
 
-        Sequences longer than the context length of the model are cut at their beginning.
+        Tokens are removed from the beginning of sequences that are longer than the context length of the model.
 
         Raises:
             Stopped: a rank was asked to stop.
@@ -101,8 +105,9 @@ class Scorer:
     def answers(self, questions: Sequence[Question], what: str) -> list[str]:
         """Generate the greedy continuation of each prompt, without the end-of-sequence token.
 
-        Prompts too long to leave room for an answer are cut at their beginning. If the model is split over processes,
-        all ranks must run the same number of steps, so each answer is generated up to `max_tokens` and cut afterwards.
+        Tokens are removed from the beginning of prompts that are too long to leave room for an answer. If the model is
+        split over processes, all ranks must run the same number of steps, so each answer is generated up to
+        `max_tokens` and cut afterwards.
 
         Raises:
             Stopped: a rank was asked to stop.

@@ -89,7 +89,9 @@ def _harness(task: EvalTask, tokenizer: Tokenizer, positions: int, seed: int):
 
 
 def run_all(prepared: Sequence[Prepared], scorer: Scorer) -> dict[str, Result]:
-    """Run all tasks and return their results by name. All ranks call this together. Raises ``scorer.Stopped``."""
+    """Run all tasks and return their results by name. All ranks call this function together. Raises ``scorer.Stopped``
+    if a rank was asked to stop.
+    """
     found: dict[str, Result] = {}
     for each in prepared:
         found |= each.run(scorer)

@@ -4,9 +4,9 @@ Read log.py first. Each file imports only those above it:
 
     text       makes text from models and data safe for a terminal and a log file
     records    the metrics of a step or an evaluation, as ``metrics.jsonl`` stores them
-    plot       plots as PNG files; only this file imports matplotlib
-    wandb      Weights & Biases; only this file imports wandb
-    tensorboard  TensorBoard; only this file imports tensorboard
-    profile    a trace of some steps, by torch's profiler
+    plot       draws plots as PNG files; only this file imports matplotlib
+    wandb      starts the Weights & Biases run; only this file imports wandb
+    tensorboard  writes TensorBoard events; only this file imports tensorboard
+    profile    records a trace of some steps with torch's profiler
     log        ``Reporter``, which writes log lines, ``metrics.jsonl``, plots, Weights & Biases and TensorBoard
 """

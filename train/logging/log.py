@@ -32,7 +32,7 @@ class Reporter:
     """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot, W&B and TensorBoard.
 
     A resumed run appends to the files in the run directory, after removing the records of steps that will be repeated.
-    The id of the W&B run is also stored there, so that a resumed run continues the same W&B run.
+    The id of the W&B run is also stored in the run directory, so that a resumed run continues the same W&B run.
     """
 
     picture = "loss.png"
@@ -186,7 +186,8 @@ class NullReporter(Reporter):
 def step_line(record: Mapping[str, Any]) -> str:
     """Format the record of a step as one line of ``key=value`` pairs.
 
-    The expert load is that of the least balanced layer for each modality (text, images): max/mean, and entropy in nats.
+    For each modality (text, images), the expert load of the least balanced layer is given as max/mean and entropy in
+    nats.
     """
     parts = [
         f"step={record['step']}",
@@ -208,7 +209,7 @@ def step_line(record: Mapping[str, Any]) -> str:
 def evaluation_line(record: Mapping[str, Any]) -> str:
     """Format the record of an evaluation as one line of ``key=value`` pairs.
 
-    With a mixture of data sources, the loss on each source follows; last comes the recall of the indexers.
+    With a mixture of data sources, the line contains the loss on each source; the recall of the indexers comes last.
     """
     parts = [
         f"step={record['step']}",
@@ -226,14 +227,16 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
 
 
 def task_line(name: str, result: Mapping[str, Any]) -> str:
-    """One greppable line of the results of a task: ``needle: accuracy=0.2500 questions=40``."""
+    """Format the results of an evaluation task as one line that is easy to search with grep: ``needle: accuracy=0.2500
+    questions=40``.
+    """
     numbers = [(key, value) for key, value in result.items() if not isinstance(value, Mapping)]
     shown = (f"{key}={value:.4f}" if isinstance(value, float) else f"{key}={value}" for key, value in numbers)
     return f"{name}: {' '.join(shown)}"
 
 
 def shown(value: float | None, form: str) -> str:
-    """Format a number; None, which means that there was nothing to measure, becomes a dash."""
+    """Format a number; the value None, which means that there was nothing to measure, becomes a dash."""
     return "-" if value is None else format(value, form)
 
 

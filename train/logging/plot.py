@@ -1,4 +1,4 @@
-"""Plots of a run, as PNG files. Only this file imports matplotlib."""
+"""Draws the plots of a run as PNG files. Only this file imports matplotlib."""
 
 from __future__ import annotations
 

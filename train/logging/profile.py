@@ -36,7 +36,9 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Context for the training step with this number; it starts and ends the trace when its steps are reached."""
+        """Context for the training step with this number. The context starts the trace at the first traced step, and
+        ends the trace after the last traced step.
+        """
         if self.steps is not None and self.profiler is None and self.steps[0] <= number <= self.steps[1]:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():

@@ -1,4 +1,6 @@
-"""TensorBoard. Only this file imports tensorboard, which torch's writer needs."""
+"""Writes the metrics of a run as TensorBoard events. Only this file imports tensorboard, which the writer in torch
+needs.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 class TensorBoard:
     """Writes numbers as TensorBoard events into ``folder``.
 
-    first_step: the first step that will be written. TensorBoard then hides what an earlier process wrote about this
-    step and later ones.
+    first_step: the first step that will be written. TensorBoard then hides the events that an earlier process wrote for
+    this step and later steps.
     """
 
     def __init__(self, folder: Path, first_step: int):

@@ -10,8 +10,9 @@ LINE_ENDS = "\n\t"  # control characters that stay unchanged
 def visible(text: str) -> str:
     """Replace control characters and escape sequences by their escaped spelling, such as `\\x1b`.
 
-    So printed text cannot control the terminal, and a log file stays a text file. Lone surrogates and characters that
-    change the direction of writing are replaced too; the zero-width joiners of scripts and emoji stay unchanged.
+    The returned text cannot control the terminal when it is printed, and a log file that contains it stays a text file.
+    Lone surrogates and characters that change the direction of writing are replaced too; the zero-width joiners of
+    scripts and emoji stay unchanged.
     """
     return "".join(char if char in LINE_ENDS or not _acts(char) else _spelled(char) for char in text)
 

@@ -1,4 +1,4 @@
-"""Weights & Biases (W&B). Only this file imports wandb."""
+"""Starts the Weights & Biases (W&B) run of a training run. Only this file imports wandb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.config.schema import Config, to_dict
 
 
 def start(config: Config) -> Any:
-    """Start a W&B run, or continue the one that an earlier process started for this run directory."""
+    """Start a W&B run, or continue the W&B run that an earlier process started for this run directory."""
     import wandb
 
     known = config.run_dir / "wandb_id"

@@ -1,14 +1,16 @@
 """Computes the memory, traffic and time that a training run needs on some number of GPUs, without allocating anything.
 
 The model is built on the meta device. All numbers follow from the sizes of its tensors, from ``model/count.py`` and
-from the settings ``plan`` and ``parallel.hardware``. The layout is that of ``model/parallel`` in a ZeRO stage 0 engine:
-every rank takes part in data parallelism; the routed experts are split over ``expert_parallel`` ranks; the rows of the
-Engram tables, and with ``shard_embeddings`` those of embedding and head, are split over ``table_shards`` ranks. The
-rows of the blocks' dense matrices are split over ``dense_shards`` ranks, which gather them while a block runs. Every
-rank holds all other parameters. The optimizer state of a parameter is held by one of the ranks that hold the parameter.
-``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two real processes.
+from the settings ``plan`` and ``parallel.hardware``. The parameters are split over ranks as in ``model/parallel`` with
+a ZeRO stage 0 engine: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel``
+ranks; the rows of the Engram tables, and with ``shard_embeddings`` those of embedding and head, are split over
+``table_shards`` ranks. The rows of the blocks' dense matrices are split over ``dense_shards`` ranks, which gather them
+while a block runs. Every rank holds all other parameters. The optimizer state of a parameter is held by only one of the
+ranks that hold the parameter. ``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two
+real processes.
 
-Images and the temporary tensors of single operations are not counted; the reserve leaves memory for the latter.
+Images and the temporary tensors of single operations are not counted; the reserve (``ResourcePlan.reserve``) leaves
+memory for such temporary tensors.
 
 Each file imports only those above it:
 
@@ -16,8 +18,8 @@ Each file imports only those above it:
     job          the model and what is trained, independent of the layout
     memory       memory for activations, buffers and copies of a micro-batch
     traffic      bytes that a rank sends in a step, and seconds of a step
-    resources    combines these to the plan of one layout
-    layouts      ways to spread the job over GPUs
+    resources    combines memory, traffic and time to the plan of one layout
+    layouts      lists the ways to spread a job over GPUs
     verdict      whether the job fits, and what to change if it does not
     report       formats the plan as text
     search       finds other layouts that fit

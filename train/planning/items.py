@@ -1,4 +1,4 @@
-"""The parameters of a run, and the weights, gradients and optimizer state that one rank holds of them."""
+"""Lists the parameters of a run, and computes the bytes of weights, gradients and optimizer state that one rank holds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ KINDS = ("dense", "experts", "Engram tables", "embedding and head", ADAPTER)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the whole model, before it is split over ranks.
+    """A parameter of the whole model, before the parameter is split over ranks.
 
     - part: a name in `model.count.PARTS`, or "adapter";
-    - method: the optimizer method that updates it; None if it is not trained;
-    - blocks: the matrices (count, rows) in it that Muon updates separately;
-    - packing: how a frozen weight is packed in memory; None if it is not;
-    - divided: whether its rows are split over `parallel.dense_shards` ranks.
+    - method: the optimizer method that updates the parameter; None if the parameter is not trained;
+    - blocks: (count, rows) pairs of the matrices in the parameter that Muon updates separately;
+    - packing: the packed format of a frozen weight in memory; None if the weight is not packed;
+    - divided: whether the rows of the parameter are split over `parallel.dense_shards` ranks.
     """
 
     name: str
@@ -49,11 +49,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Item:
-    """The part of a parameter that one rank holds: `units` equal matrices of `numel` elements each.
+    """The part of a parameter that one rank holds: `units` matrices of equal size with `numel` elements each.
 
+    - kind: an element of `KINDS`, which says how the parameter is split over ranks;
+    - units: number of matrices that the rank holds: one per expert on the rank for a weight of routed experts,
+      otherwise 1;
     - copies: number of ranks that hold the same matrices;
-    - spans: the matrices (count, rows, columns) of one unit that Muon updates separately;
-    - stored: bytes of a unit that is held packed; 0 if it is held in fp32;
+    - spans: (count, rows, columns) of the submatrices of one matrix that Muon updates separately;
+    - stored: bytes of one matrix that is held packed; 0 if the matrix is held in fp32;
     - kept: number of elements in the rows that a rank holds of a divided matrix; 0 if the matrix is not divided.
     """
 
@@ -68,17 +71,19 @@ class Item:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of all units."""
+        """Bytes of the weights of all matrices of this item together."""
         return self.units * (self.stored or FP32 * (self.kept or self.numel))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the fp32 gradients of all units."""
+        """Bytes of the fp32 gradients of all matrices of this item together; 0 if the parameter is not trained."""
         return FP32 * self.units * (self.kept or self.numel) * (self.method is not None)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the fp32 optimizer state of one unit."""
+        """Bytes of the fp32 optimizer state of one of the `units` matrices of this item; 0 if the parameter is not
+        trained.
+        """
         return FP32 * self.numel * len(STATE_KEYS[self.method]) if self.method else 0
 
 
@@ -102,7 +107,9 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Param
 
 
 def frozen_parameters(model: nn.Module, packed: bool) -> Iterator[Parameter]:
-    """Yield every parameter of a frozen model. packed: whether its weights are held as the released layout has them."""
+    """Yield every parameter of a frozen model. packed: whether the weights are kept in memory in the quantised formats
+    of the released checkpoint.
+    """
     for name, parameter in model.named_parameters():
         packing = parameter_packing(name) if packed else None
         yield Parameter(name, count.part_of(name), tuple(parameter.shape), packing=packing)
@@ -111,8 +118,8 @@ def frozen_parameters(model: nn.Module, packed: bool) -> Iterator[Parameter]:
 def adapter_parameters(model: DeepseekV41, lora: LoraConfig) -> Iterator[Parameter]:
     """Yield the LoRA factors (fp32) that `train.lora.inject.add_adapter` would add to a model.
 
-    A matrix [out, in] gets A [rank, in] and B [out, rank], and so does each of the three matrices of an expert. An
-    embedding [rows, dim] gets A [rank, rows] and B [dim, rank].
+    A matrix [out, in] gets the factors A [rank, in] and B [out, rank], and so does each of the three matrices of an
+    expert. An embedding [rows, dim] gets the factors A [rank, rows] and B [dim, rank].
     """
     patterns = [LORA_TARGETS[target] for target in lora.targets]
     for name, module in model.named_modules():
@@ -132,7 +139,9 @@ def adapter_parameters(model: DeepseekV41, lora: LoraConfig) -> Iterator[Paramet
 
 
 def stored_bytes(shape: Sequence[int], packing: Packing | None) -> int:
-    """Return the bytes of the codes and scales of a packed matrix [rows, columns] or a stack of them; 0 if unpacked."""
+    """Return the bytes of the codes and scales of a packed matrix [rows, columns] or of a stack of packed matrices [n,
+    rows, columns]. Returns 0 if `packing` is None, for an unpacked weight.
+    """
     if packing is None:
         return 0
     *stack, rows, columns = shape
@@ -144,7 +153,7 @@ def stored_bytes(shape: Sequence[int], packing: Packing | None) -> int:
 
 
 def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Iterator[Item]:
-    """Yield the part of every parameter that one rank holds."""
+    """Yield, for every parameter, the `Item` that describes the part of the parameter that one rank holds."""
     ranks = layout.world_size
     for p in parameters:
         *stack, rows, columns = (1, *p.shape) if len(p.shape) == 1 else p.shape
@@ -168,7 +177,7 @@ def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Itera
 
 
 def owned(items: Sequence[Item]) -> list[Item]:
-    """Return the items that the rank with the most optimizer state owns, which are those that it updates.
+    """Return the items that are owned, and so updated, by the rank with the most optimizer state.
 
     Each part of a parameter is owned by one of the ranks that hold it, chosen by ``optim.ownership.assign_owners``. If
     a part has c copies, rank r of R ranks holds copy number r * c // R.
@@ -192,11 +201,11 @@ def owned(items: Sequence[Item]) -> list[Item]:
 
 
 def update_flops(item: Item, iterations: int) -> float:
-    """Estimate the FLOPs of one optimizer update of one unit.
+    """Estimate the FLOPs of one optimizer update of one of the `units` matrices of an item.
 
-    Muon takes three matrix products per Newton-Schulz iteration and matrix. Sinkhorn balancing takes per element 7
+    Muon takes three matrix products per Newton-Schulz iteration and matrix. Sinkhorn balancing takes, per element, 7
     FLOPs for momentum, 3 for norms and squares, 4 for the update, and 2 for each of its `iterations`. AdamW takes 15
-    per element.
+    FLOPs per element.
     """
     if item.method == "muon":
         sides = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in item.spans]

@@ -1,4 +1,4 @@
-"""The part of a plan that does not depend on the layout: the model, its parameters, and its FLOPs per token."""
+"""Builds the part of a plan that does not depend on the layout: the model, its parameters, and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNSPLIT = ("attention over keys", "index scores", "indexer loss")  # FLOPs of op
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The model and what is trained, for any layout.
+    """The model of a run and the parameters that are trained, independent of the layout over GPUs.
 
     - parameters: all parameters, first the trained ones in the order of the optimizer;
     - costs: FLOPs per token for each part of the model;
@@ -58,8 +58,9 @@ class Job:
 
     @cached_property
     def copied(self) -> list[tuple[int, bool, bool, int]]:
-        """The weights that bf16 autocast copies: layer, whether it holds routed experts, whether it is a dense matrix,
-        elements. Packed weights stay packed.
+        """The weights that bf16 autocast copies, each as a tuple (layer number, whether the weight belongs to routed
+        experts, whether its rows are divided over ranks, number of elements). Packed weights are not included, because
+        autocast does not copy them.
         """
         known = {p.name: p for p in self.parameters}
         copies = ((known[name], parameter.numel()) for name, parameter in count.autocast_copies(self.model))
@@ -71,13 +72,17 @@ class Job:
 
     @cached_property
     def largest_packed(self) -> int:
-        """Values of the largest packed matrix that is made plain at once; of tables only rows are."""
+        """Number of values of the largest packed matrix that is unpacked as a whole. Engram tables are left out,
+        because only their looked-up rows are unpacked.
+        """
         shapes = (p.shape for p in self.parameters if p.packing and p.part != "Engram tables")
         return max((prod(shape[-2:]) for shape in shapes), default=0)
 
     @cached_property
     def block_matrices(self) -> list[int]:
-        """Elements of each block's dense matrices, which ``parallel.dense_shards`` divides."""
+        """For each block, the number of elements of those dense matrices whose rows ``parallel.dense_shards`` divides
+        over ranks.
+        """
         sizes = [0] * self.model.config.text.num_hidden_layers
         for p in self.parameters:
             if p.divided:
@@ -92,12 +97,14 @@ def settings(config: Config) -> PlanConfig:
 
 
 def with_gpu_precision(config: Config) -> Config:
-    """Return the configuration with the precision that ``parallel.precision=auto`` stands for on a GPU of today."""
+    """Return the configuration with the value of ``parallel.precision`` that ``auto`` stands for on a current GPU."""
     return config.with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
 
 
 def job_of(config: Config) -> Job:
-    """Build the job that a configuration describes. Raises ``ConfigError`` if the model cannot be trained like this."""
+    """Build the job that a configuration describes. Raises ``ConfigError`` if the model cannot be trained with this
+    configuration.
+    """
     kind = settings(config).job
     with user_errors():
         model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
@@ -128,10 +135,10 @@ def _drafter(model: DeepseekV41) -> Drafter:
 
 
 def _adapter_costs(model: DeepseekV41, adapter: list[Parameter], costs: Mapping[str, Flops]) -> dict[str, Flops]:
-    """Compute the FLOPs of a LoRA run.
+    """Compute the FLOPs per token of a LoRA run, for each part of the model and for the adapter.
 
-    A frozen matrix needs the products of the forward pass and of the gradient of its input, but none for the gradient
-    of its weight. The LoRA factors need all three.
+    A frozen matrix needs a matrix product in the forward pass and one for the gradient of its input, but none for the
+    gradient of its weight. The LoRA factors need all three matrix products.
     """
     text = model.config.text
     share = text.num_experts_per_tok / text.n_routed_experts
@@ -146,7 +153,9 @@ def _adapter_costs(model: DeepseekV41, adapter: list[Parameter], costs: Mapping[
 def _drafter_costs(
     model: DeepseekV41, drafter: Drafter, dspark: DsparkConfig, costs: Mapping[str, Flops]
 ) -> dict[str, Flops]:
-    """Compute the FLOPs of drafter training: a forward pass of the model, and forward and backward of the drafter."""
+    """Compute the FLOPs per token of drafter training, for each part: a forward pass of the model, and the forward and
+    backward pass of the drafter.
+    """
     text = model.config.text
     share = text.dspark_num_experts_per_tok / text.dspark_n_routed_experts
     drafts = text.dspark_block_size / dspark.tokens_per_anchor
@@ -161,6 +170,8 @@ def _drafter_costs(
 
 
 def _teacher_bytes(model: DeepseekV41, packed: bool, width: int) -> int:
-    """Return the bytes of a whole frozen model: packed as it is stored, or `width` bytes per value."""
+    """Return the bytes of a whole frozen model, if every process holds it. packed: whether the weights are held in the
+    quantised formats of the released checkpoint. width: bytes per value of the weights that are not packed.
+    """
     parts = frozen_parameters(model, packed)
     return sum(stored_bytes(p.shape, p.packing) or width * prod(p.shape) for p in parts)

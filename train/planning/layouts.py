@@ -1,4 +1,6 @@
-"""Ways to spread a job over GPUs: the keys that can be changed to make it fit, or faster."""
+"""Lists the ways to spread a job over GPUs. A way is given by the configuration keys that can be changed to make the
+job fit or run faster.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ EXPERT_SPLITS = 4  # the largest divisors of the number of experts that are trie
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread a job: the keys that the search varies."""
+    """One way to spread a job over GPUs: the values of the configuration keys that the search varies.
+
+    - gpus: number of GPUs;
+    - context, experts, dense: number of GPUs over which a row, the routed experts of a layer, and the blocks' dense
+      matrices are split;
+    - recompute: whether activations are recomputed in the backward pass;
+    - offload: whether the residual streams that enter each block are kept in host memory until the backward pass.
+    """
 
     gpus: int
     context: int
@@ -26,7 +35,7 @@ class Layout:
 
     @property
     def values(self) -> dict[str, object]:
-        """By key, what the layout sets."""
+        """The values that the layout sets in the configuration, by configuration key."""
         return {
             "parallel.world_size": self.gpus,
             "parallel.context_parallel": self.context,
@@ -40,13 +49,13 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config) -> Layout:
-        """The layout of a configuration."""
+        """Return the layout that a configuration describes."""
         parallel = config.parallel
         sizes = (parallel.world_size, parallel.context_parallel, parallel.expert_parallel, parallel.dense_shards)
         return cls(*sizes, config.runtime.recompute, config.runtime.offload == "inputs")
 
     def applied(self, config: Config) -> Config:
-        """The configuration with this layout."""
+        """Return the configuration, changed to use this layout."""
         parts: dict[str, dict[str, object]] = {"parallel": {}, "runtime": {}}
         for key, value in self.values.items():
             section, _, name = key.partition(".")
@@ -55,7 +64,9 @@ class Layout:
         return replace(config, parallel=parallel, runtime=runtime)
 
     def command(self, config: Config) -> str:
-        """The keys that differ from the configuration, as they are given on the command line."""
+        """Return the settings of this layout that differ from the configuration, in the form ``key=value`` of the
+        command line.
+        """
         told = []
         for key, value in self.values.items():
             section, _, name = key.partition(".")
@@ -65,19 +76,21 @@ class Layout:
 
 
 def layouts(config: Config, job: Job, gpus: int) -> Iterator[Layout]:
-    """All layouts of so many GPUs that the rules of the configuration allow."""
+    """Yield all layouts of a job over exactly ``gpus`` GPUs that the rules of the configuration allow."""
     text = job.model.config.text
     splits = [n for n in divisors(text.n_routed_experts) if gpus % n == 0 and _drafter_divides(job, n)]
     whole = job.frozen or job.drafter is not None
     dense = [1] if whole else [n for n in (1, config.parallel.hardware.gpus_per_node) if gpus % n == 0]
     shared = contexts(config, gpus)
-    memory = ((False, False), (True, False), (True, True))  # of activations: recomputation, offload
+    memory = ((False, False), (True, False), (True, True))  # pairs (recompute, offload) of a layout
     for context, experts, divided, saved in product(shared, splits[-EXPERT_SPLITS:], dense, memory):
         yield Layout(gpus, context, experts, divided, *saved)
 
 
 def contexts(config: Config, gpus: int) -> list[int]:
-    """Over how many of so many GPUs rows can be split."""
+    """Return the possible values of ``parallel.context_parallel`` with ``gpus`` GPUs: the numbers of GPUs over which a
+    row can be split.
+    """
     length, rows = config.task.seq_len, config.task.global_batch_rows or 1
     window = ModelConfig.from_dict(config.model).text.sliding_window
     return [
@@ -94,5 +107,7 @@ def divisors(number: int) -> list[int]:
 
 
 def gpu_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and 3, 6, 12, ..., up to `most`."""
+    """Return the numbers of GPUs that the search tries, in ascending order: 1, 2, 4, ... and 3, 6, 12, ..., up to
+    `most`.
+    """
     return sorted({n for power in range(12) for n in (2**power, 3 * 2**power) if n <= most})

@@ -1,7 +1,8 @@
-"""Memory that a micro-batch needs on a rank in addition to weights, gradients and optimizer state.
+"""Computes the memory that a micro-batch needs on a rank in addition to weights, gradients and optimizer state.
 
-There is one formula for each term. The peak is reached either when the loss is computed or in the backward pass of a
-block; `working_bytes` returns the larger of the two. Each function names the code whose tensors it counts.
+Each kind of memory (a term) has its own formula. The memory is highest either when the loss is computed or in the
+backward pass of a block; `working_bytes` returns the memory of the larger of these peaks. The docstring of each
+function names the code whose tensors the function counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UNPACKING = 10  # bytes per value while model.quantize.unpack unpacks a matrix: 
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches of a rank in a step."""
+    """Return the number of micro-batches that a rank computes in an optimizer step."""
     return config.task.per_rank_batch(config.parallel.row_groups)[1]
 
 
@@ -45,17 +46,19 @@ def working_bytes(config: Config, job: Job) -> dict[str, float]:
 
 
 def keeps_combined(config: Config) -> bool:
-    """Whether recomputation uses the results that other ranks' experts sent back in the first pass."""
+    """Return whether recomputation uses results of experts on other ranks that were kept from the first forward pass."""
     return config.runtime.keep_combined and config.parallel.expert_parallel > 1
 
 
 def offloads(config: Config) -> bool:
-    """Whether the streams that enter a block wait for its recomputation on the host."""
+    """Return whether the residual streams that enter a block are kept in host memory until the block is recomputed."""
     return config.runtime.offload == "inputs"
 
 
 def host_bytes(config: Config, job: Job) -> float:
-    """What `runtime.offload` keeps in a rank's host memory: the streams that enter each block."""
+    """Return the bytes of host memory that `runtime.offload` uses on a rank, for the residual streams that enter each
+    block.
+    """
     text = job.model.config.text
     return float(
         offloads(config) * tokens_per_pass(config) * text.num_hidden_layers * count.stream_bytes(text, _widths(config))
@@ -65,9 +68,9 @@ def host_bytes(config: Config, job: Job) -> float:
 def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     """Compute the memory in use while the loss is computed, after the forward pass of all blocks.
 
-    Counted are the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32 logits
-    and their gradient, and a bf16 copy of it), the gradient of the output head, and the bf16 copies of weights, which
-    autocast keeps until it ends.
+    Counted are the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32 logits,
+    their fp32 gradient, and a bf16 copy of this gradient), the gradient of the output head, and the bf16 copies of
+    weights, which autocast keeps until it ends.
     """
     bf16, text = _bf16(config), job.model.config.text
     kept = keeps_combined(config), offloads(config)
@@ -103,7 +106,7 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
             continue  # without recomputation, memory peaks at the last block
         again = sum(count.block_saves(text, layer, widths).values())
         parts = {"block inputs": inputs, count.RECOMPUTED: again} if recompute else kept
-        if offloads(config):  # this block's, and those of the block before it, on their way back
+        if offloads(config):  # streams on their way back from the host: this block's, and those of the block before
             parts["streams from the host"] = 2.0 * count.stream_bytes(text, widths)
         moment = _activations(parts | passing, tokens)
         moment |= _uneven(config, job, tokens, 1 if recompute else text.num_hidden_layers)
@@ -119,8 +122,8 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
 
 
 def candidate_bytes(text: TextConfig, length: int) -> float:
-    """Per token, the numbers of the candidate blocks in rows of one document (``model/indexer.py``: int32 [T, blocks]),
-    which every later index source reads.
+    """Return the bytes per token of the indices of the candidate blocks, which every later index source reads
+    (``model/indexer.py``: int32 [T, blocks]). Each row is taken to be one document of ``length`` tokens.
     """
     source = text.candidate_source_layer_id
     if source < 0:
@@ -129,9 +132,12 @@ def candidate_bytes(text: TextConfig, length: int) -> float:
 
 
 def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
-    """What a rank holds because others compute a part of the same rows (``model/parallel/context.py``): the entries and
-    index keys of all Full layers, gathered; of one layer at a time their gradients, once from the layers that read them
-    and once in fp32 for the sum over ranks; and the window keys of the tokens before its chunk.
+    """Compute the memory that a rank needs because other ranks compute a part of the same rows
+    (``model/parallel/context.py``).
+
+    Counted are the entries and index keys that are gathered from other ranks in all Full layers, and the window keys of
+    the tokens before the rank's own chunk. Also counted are the gradients of the entries and index keys of one Full
+    layer at a time: once as computed by the layers that read the entries, and once in fp32 for the sum over ranks.
     """
     ranks, width = config.parallel.context_parallel, 2 if _bf16(config) else FP32
     if ranks == 1:
@@ -159,7 +165,9 @@ def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
 
 
 def exchange_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
-    """Compute the send and receive buffers of one expert exchange (``model/moe.py``), and of the fp32 combined rows."""
+    """Compute the bytes of the send and receive buffers of one expert exchange (``model/moe.py``), and of the fp32
+    combined rows.
+    """
     layout = config.parallel
     if layout.expert_parallel == 1:
         return {}
@@ -169,7 +177,7 @@ def exchange_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, f
 
 
 def _uneven(config: Config, job: Job, tokens: int, layers: int) -> dict[str, float]:
-    """Compute the activations that a rank's experts save beyond the mean over ranks when routing is uneven."""
+    """Compute the bytes of activations that a rank's experts save beyond the mean over ranks when routing is uneven."""
     if config.parallel.expert_parallel == 1:
         return {}
     more = settings(config).load_factor - 1
@@ -182,11 +190,13 @@ def _activations(parts: dict[str, float], tokens: int) -> dict[str, float]:
 
 
 def head_bytes(config: Config, job: Job) -> dict[str, float]:
-    """Compute the memory for the gradient of the output head in the loss, in fp32, and what a split head needs besides.
+    """Compute the memory for the fp32 gradient of the output head in the loss, and the additional memory if the head is
+    split over ranks.
 
-    The cross-entropy gathers the head in the precision of the products and frees it before its backward pass, which
-    holds the scaled gradient beside the original one (``model/loss.py``). Other objectives keep the head gathered in
-    fp32, and hold a second, padded copy of its gradient (``model/parallel/tables.py``).
+    The cross-entropy gathers a split head in the precision of the matrix products and frees the gathered head before
+    its backward pass, which holds the scaled gradient beside the original gradient (``model/loss.py``). Other
+    objectives than the cross-entropy keep the head gathered in fp32, and hold a second, padded copy of its gradient
+    (``model/parallel/tables.py``).
     """
     size = float(count.head_gradient_bytes(job.model.config))
     found = {"the head's gradient in the loss": size} if job.head_gradient else {}
@@ -218,7 +228,8 @@ def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
 def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
     """Return the bytes of the bf16 copies that autocast makes of each block's dense and expert weights.
 
-    Packed weights have no such copies. Divided matrices (``parallel.dense_shards``) are gathered in bf16 already.
+    Packed weights have no such copies. Divided matrices (``parallel.dense_shards``) have no such copies either, because
+    they are already gathered in bf16.
     """
     layout = config.parallel
     dense, experts = ([0] * job.model.config.text.num_hidden_layers for _ in range(2))
@@ -288,8 +299,9 @@ def _stage_config(config: ModelConfig) -> TextConfig:
 def optimizer_working_bytes(mine: Sequence[Item]) -> float:
     """Compute the memory for temporary copies while a rank updates `mine`, the parameters that it owns.
 
-    It is that of a batch of matrices in Muon, or of the rows in use of the largest table (at most all of its rows). To
-    it come the whole divided matrices that this rank owns, and their gradients.
+    Counted is the larger of two: the memory for a batch of matrices in Muon, or for the used rows of the largest table
+    (at most all of its rows). Added are the divided matrices that this rank owns, gathered as a whole, and their
+    gradients.
     """
     muon = [item for item in mine if item.method == "muon"]
     largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)

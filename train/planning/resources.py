@@ -51,7 +51,9 @@ class ResourcePlan:
 
     @property
     def held(self) -> int:
-        """Bytes of weights, gradients and optimizer state, which are in memory at all times, on the fullest rank."""
+        """Bytes of weights, gradients and optimizer state, which are in memory at all times, on the rank that needs the
+        most memory.
+        """
         return sum(map(sum, (part.values() for part in (self.weights, self.gradients, self.state))))
 
     @property
@@ -61,7 +63,7 @@ class ResourcePlan:
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Memory of the fullest rank at its peak in bytes, for each term."""
+        """Peak memory in bytes of the rank that needs the most memory, for each kind of memory."""
         fixed: dict[str, float] = {f"weights: {k}": v for k, v in self.weights.items()}
         fixed |= {f"gradients: {k}": v for k, v in self.gradients.items()}
         fixed |= {f"optimizer state: {k}": v for k, v in self.state.items()}
@@ -73,7 +75,7 @@ class ResourcePlan:
 
     @property
     def host(self) -> float:
-        """Bytes in the host memory of each rank, see ``runtime.offload``."""
+        """Bytes of host memory that ``runtime.offload`` uses on each rank."""
         return host_bytes(self.config, self.job)
 
     @property
@@ -103,7 +105,8 @@ class ResourcePlan:
     def mfu(self, seconds: float) -> float:
         """Return the model FLOPs utilisation if a step takes ``seconds``.
 
-        It is the useful FLOPs divided by those that a GPU can compute in that time (``parallel.hardware.peak_tflops``).
+        The utilisation is the useful FLOPs of a step divided by the FLOPs that a GPU can compute in ``seconds`` at its
+        peak rate (``parallel.hardware.peak_tflops``).
         """
         return self.useful_flops / (seconds * self.config.parallel.hardware.peak_tflops * 1e12)
 
@@ -115,7 +118,9 @@ class ResourcePlan:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank holds whatever the tokens: see the fields of ``ResourcePlan`` with these names."""
+    """The fields of a ``ResourcePlan`` that do not depend on the number of tokens in a step, and the items that a rank
+    holds.
+    """
 
     items: list[Item]
     weights: dict[str, int]
@@ -127,7 +132,9 @@ class Holdings:
 
 @lru_cache(maxsize=64)
 def holdings(layout: ParallelConfig, job: Job, iterations: int) -> Holdings:
-    """``iterations``: of Sinkhorn."""
+    """Compute the ``Holdings`` of a rank for a layout. ``iterations``: number of Sinkhorn iterations in an optimizer
+    update.
+    """
     items = list(rank_items(layout, job.parameters))
     weights, gradients = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for item in items:
@@ -145,8 +152,8 @@ def holdings(layout: ParallelConfig, job: Job, iterations: int) -> Holdings:
 
 
 def plan(config: Config, job: Job | None = None) -> ResourcePlan:
-    """Compute the plan of ``config``: its model, optimizer, task sizes and ``parallel``. ``job``: what is the same for
-    every layout, if it is known.
+    """Compute the plan for the model, the optimizer, the task sizes and the section ``parallel`` of ``config``.
+    ``job``: the result of ``job_of`` for this configuration or one with another layout; None builds the job.
     """
     config = with_gpu_precision(config)
     job = job or job_of(config)

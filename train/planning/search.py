@@ -1,4 +1,6 @@
-"""``plan.search``: other layouts for a job, the fewest GPUs that it fits on and the fastest by estimate."""
+"""Searches other layouts for a job (``plan.search``): the fewest GPUs that the job fits on, and the layout with the
+highest estimated speed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from train.planning.resources import GIB, ResourcePlan, plan
 
 
 def fitting(config: Config, job: Job) -> Iterator[tuple[Layout, ResourcePlan]]:
-    """For every number of GPUs on which the job fits, from the fewest on: the layout with the most tokens a second."""
+    """For every number of GPUs on which the job fits, in ascending order, yield the fitting layout with the most tokens
+    per second, and its plan.
+    """
     for gpus in gpu_counts(settings(config).max_gpus):
         found = [(layout, plan(layout.applied(config), job)) for layout in layouts(config, job, gpus)]
         found = [(layout, p) for layout, p in found if p.fits]
@@ -21,12 +25,12 @@ def fitting(config: Config, job: Job) -> Iterator[tuple[Layout, ResourcePlan]]:
 
 
 def speed(p: ResourcePlan) -> float:
-    """Tokens a second of all GPUs, if nothing happens at the same time."""
+    """Return the estimated tokens per second of all GPUs together, if computation and traffic do not overlap."""
     return p.tokens_per_second(p.time.sum)
 
 
 def search_report(config: Config, found: list[tuple[Layout, ResourcePlan]]) -> str:
-    """What ``fitting`` found, as text."""
+    """Format the layouts that ``fitting`` has found, and their plans, as text."""
     room, most = config.parallel.gpu_memory_gib, settings(config).max_gpus
     if room is None:
         return "\nNO SEARCH: give parallel.gpu_memory_gib, the memory of a GPU that layouts are to fit"

@@ -24,7 +24,9 @@ class Sent(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step for matrix products, for traffic between nodes and inside a node, and to host memory."""
+    """The seconds of a step: for computation, for traffic between nodes, for traffic inside a node, and for traffic to
+    host memory.
+    """
 
     arithmetic: float
     network: float
@@ -38,25 +40,28 @@ class StepTime(NamedTuple):
 
 
 def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, Sent]:
-    """Compute the bytes that one rank sends in an optimizer step, by kind.
+    """Compute the bytes that one rank sends in an optimizer step, by kind of data.
 
-    - Experts: each token's row goes to its k experts, with a routing weight and an expert id, and a row comes back; in
-      forward and backward, in the compute precision. Recomputation sends the rows again, and with
-      `runtime.keep_combined=false` the results too. With even routing a share of 1/EP stays local.
-    - Tables: ids, fp32 rows and their gradients, as if every lookup of a micro-batch were a different row.
-    - Output head, if it is split: it is gathered, and its gradient is sent back, in every micro-batch.
-    - Gradients: a ring all-reduce in fp32 over the ranks that hold the same parameters.
-    - Updated weights: they go once around the same ring.
-    - Dense matrices, if their rows are split (`parallel.dense_shards`): see `rows_sent`.
+    - Experts: each token's row is sent to the token's k experts, with a routing weight and an expert id, and each
+      expert sends a row back; the same exchange happens in the backward pass, in the compute precision. Recomputation
+      sends the rows to the experts again, and with `runtime.keep_combined=false` the experts send their results again
+      too. With even routing, a share of 1/EP of the rows stays on the rank (EP = `parallel.expert_parallel`).
+    - Tables: row ids, fp32 rows and the gradients of the rows are sent, as if every lookup of a micro-batch were a
+      different row.
+    - Output head: if the head is split over ranks, the head is gathered, and its gradient is sent back, in every
+      micro-batch.
+    - Gradients: they are summed by a ring all-reduce in fp32 over the ranks that hold the same parameters.
+    - Updated weights: they are sent once around the ring of ranks that hold the same parameters.
+    - Dense matrices: if their rows are split (`parallel.dense_shards`), `rows_sent` computes the bytes.
 
-    The token counts that the ranks exchange are not included.
+    The numbers of tokens, which the ranks exchange before the rows, are not included.
     """
     layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), micro_batches(config)
     width = 2 if layout.precision == "bf16" else FP32
     back = text.hidden_size * width
     out = back + 2 * FP32
-    if config.runtime.dispatch == "fp8":  # a byte a value, and a scale for 32
+    if config.runtime.dispatch == "fp8":  # one byte per value, and a one-byte scale per 32 values
         out = text.hidden_size + -(-text.hidden_size // 32) + 2 * FP32
     row = out + back
     if job.drafter is None:
@@ -83,9 +88,11 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
 
 
 def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
-    """What the ranks that share rows send each other: a rank's entries and index keys to all others, their gradients
-    back in fp32, and window keys to the next rank and their gradients back, in every block and again in recomputation.
-    Not included: the sums of the balance loss.
+    """Compute the bytes that ranks send to the other ranks of their context-parallel group, which share the same rows.
+
+    A rank sends its entries and index keys to all other ranks of the group, and their gradients are sent back in fp32.
+    In every block, a rank sends window keys to the next rank, whose gradients are sent back; recomputation sends the
+    window keys again. The sums of the balance loss are not included.
     """
     ranks, text = config.parallel.context_parallel, job.model.config.text
     if ranks == 1:
@@ -93,7 +100,7 @@ def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
     width, passes = 2 if config.parallel.precision == "bf16" else FP32, 3 if config.runtime.recompute else 2
     row = (text.head_dim + text.index_head_dim) * sum(1 / text.ratio(layer) for layer in text.kv_source_layer_ids)
     halo = text.num_hidden_layers * (text.sliding_window - 1) * text.head_dim * width * passes
-    halos = micro_batches(config) * halo * (1 - 1 / ranks)  # the last rank sends none, the first returns none
+    halos = micro_batches(config) * halo * (1 - 1 / ranks)  # last rank: no keys; first rank: no gradients
     return {
         ENTRIES: Sent(tokens * row * (width + FP32) * (ranks - 1), ring_inside(ranks, 1, config)),
         HALO: Sent(float(halos), ring_inside(ranks, 1, config)),
@@ -104,9 +111,9 @@ def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -
     """Compute the bytes that a rank sends for dense matrices whose rows are split over G ranks.
 
     In every micro-batch the matrices are gathered for the forward and for the backward pass of their block, and their
-    gradients are summed over the G ranks in fp32. Once per step the sums of all sets of G ranks are added in a ring;
-    gradients and weights are sent to the ranks that own their optimizer state; and the updated rows are sent back to
-    the owner's set, then around the other sets.
+    gradients are summed over the G ranks in fp32. Once per step the gradient sums of all sets of G ranks are added in a
+    ring. Gradients and weights are then sent to the ranks that own the optimizer state of the matrices, and the updated
+    rows are sent back to the ranks of the owner's set, and from there around the other sets.
     """
     divided = [item for item in items if item.kept]
     if not divided:
@@ -127,7 +134,7 @@ def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -
 def rings(config: Config, items: Sequence[Item]) -> dict[str, Sent]:
     """Compute the traffic of the gradient all-reduce and of the broadcast of updated weights.
 
-    Both are modelled as rings over the ranks that hold the same parameters.
+    Gradient all-reduce and weight broadcast are modelled as rings over the ranks that hold the same parameters.
     """
     ranks, sums, inner = config.parallel.world_size, 0.0, 0.0
     for item in items:

@@ -1,4 +1,4 @@
-"""Whether a job fits on a layout, in one sentence, and what to change if it does not."""
+"""Says whether a job fits on a layout, and what to change if the job does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from train.planning.resources import GIB, RESERVE, ResourcePlan, plan
 
 
 def verdict(p: ResourcePlan) -> str:
-    """Whether the layout fits, what needs the most memory, and what to change if it does not fit."""
+    """Return a text that says whether the layout fits, what needs the most memory, and what to change if the layout
+    does not fit.
+    """
     groups: dict[str, float] = {}
     for term, size in p.terms.items():
         groups[term.split(":")[0]] = groups.get(term.split(":")[0], 0.0) + size
@@ -28,7 +30,9 @@ def verdict(p: ResourcePlan) -> str:
 
 
 def smallest_context(p: ResourcePlan) -> str:
-    """Over how few GPUs a row could be split, if it is split."""
+    """Return a sentence that names the smallest ``parallel.context_parallel`` with which the job would also fit. The
+    sentence is empty if rows are not split over GPUs.
+    """
     own = Layout.of(p.config)
     choices = (replace(own, context=n) for n in contexts(p.config, own.gpus) if n < own.context)
     for layout in choices:
@@ -39,7 +43,7 @@ def smallest_context(p: ResourcePlan) -> str:
 
 
 def remedy(p: ResourcePlan) -> str:
-    """What to change in a layout that does not fit."""
+    """Return a text that says which changes would make a layout fit that does not fit."""
     lengths = {choice: longest_rows(p, choice) for choice in (False, True)}
     shorter = [
         f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
@@ -65,7 +69,9 @@ def remedy(p: ResourcePlan) -> str:
 
 
 def nearest_layout(p: ResourcePlan) -> tuple[Layout, ResourcePlan] | None:
-    """The layout of as many GPUs that fits and changes the fewest keys; of those, the one with most tokens/s."""
+    """Return the fitting layout on the same number of GPUs that changes the fewest configuration keys, and its plan, or
+    None if no layout fits. Of several such layouts, the one with the most tokens per second is returned.
+    """
     own = Layout.of(p.config)
     plans = ((layout, plan(layout.applied(p.config), p.job)) for layout in layouts(p.config, p.job, own.gpus))
     fitting = [(layout, other) for layout, other in plans if other.fits]
@@ -74,7 +80,9 @@ def nearest_layout(p: ResourcePlan) -> tuple[Layout, ResourcePlan] | None:
 
 
 def longest_rows(p: ResourcePlan, recompute: bool) -> int:
-    """The longest rows that fit, by halving those of the plan; 0 if none do."""
+    """Return the largest row length in tokens that fits, or 0 if none fits. The row length of the plan and its
+    successive halves are tried. recompute: whether activations are recomputed.
+    """
     config = replace(p.config, runtime=p.config.runtime.recomputing(recompute))
     length = config.task.seq_len
     while length >= 2:

@@ -27,7 +27,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the batches: tokens in a row, rows in a micro-batch, layers and experts per token of the model."""
+    """Sizes of the batches: ``seq_len`` tokens in a row, ``rows`` rows in a micro-batch, and the model's numbers of
+    layers and of experts per token. ``pad``: the id of the padding token.
+    """
 
     seq_len: int
     rows: int
@@ -52,7 +54,9 @@ class Scored:
 
 
 def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[int]) -> Scored:
-    """Add the length penalty (if there is one) to the rewards, and compute advantages relative to the group's mean."""
+    """Add the length penalty (if there is one) to the rewards, and compute each response's advantage relative to the
+    mean reward of its group.
+    """
     responses = [response for group in groups for response in group.responses]
     owner = torch.tensor([n for n, group in enumerate(groups) for _ in group.responses])
     efforts = torch.tensor([group.effort for group in groups for _ in group.responses])
@@ -69,7 +73,8 @@ def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[
 def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
     """Pack the responses selected by ``chosen`` (bool [N]) into batches.
 
-    Returns the batches and two counts: the tokens of all responses, and the stale tokens of the chosen responses.
+    Returns the batches, and two counts by name: the number of tokens in all responses, and the number of stale tokens
+    in the chosen responses.
     """
     numbers = chosen.nonzero().flatten().tolist()
     pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in numbers]
@@ -103,7 +108,7 @@ def empty_batch(shape: Shape) -> Batch:
 
 
 def _blank(places: tuple[int, ...], shape: Shape) -> Batch:
-    """Return the tensors of a batch of this shape that contains only padding."""
+    """Return the tensors of a batch that contains only padding; ``places`` is the shape of its token ids."""
     return {
         "input_ids": torch.full(places, shape.pad),
         "labels": torch.full(places, IGNORE),
@@ -124,12 +129,14 @@ def _piece(sample: Sample, advantage: float, shape: Shape, version: int) -> Batc
     piece["old_log_probs"][start:] = torch.tensor(sample.log_probs)
     piece["advantage"][start:] = advantage
     piece["routing"] = routing_of(sample, shape.layers, shape.experts_per_token)
-    piece["prompt_len"] = torch.tensor(start)  # labels cannot tell it: stale tokens are -100 too
+    piece["prompt_len"] = torch.tensor(start)  # cannot be computed from labels, which are -100 at stale tokens too
     return piece
 
 
 def _batch(lines: list[list[Batch]], shape: Shape) -> Batch:
-    """Join the pieces of each row into a batch [rows, seq_len], in which the responses are numbered consecutively."""
+    """Join the tensors of the responses in each row (the result of ``_piece``) into a batch [rows, seq_len], in which
+    the responses are numbered consecutively.
+    """
     batch = _blank((len(lines), shape.seq_len), shape)
     lengths = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.int64)
     prompts, number = torch.zeros_like(lengths), 0

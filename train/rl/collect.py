@@ -30,7 +30,7 @@ STOP_SECONDS = 0.2  # how often to check for a stop while waiting for rewards
 
 @dataclass
 class Response:
-    """A finished sample with the number of its reasoning tokens (``length``) and its reward (``outcome``).
+    """A finished sample, with the number of its reasoning tokens (``length``) and its reward (``outcome``).
 
     If a response contains no `</think>`, all its tokens count as reasoning tokens.
     """
@@ -61,11 +61,11 @@ class Group:
 class SamplingPlan:
     """Which groups of responses are sampled, and how many responses may be unfinished. All counts are per process.
 
-    - efforts, sizes: the groups of a prompt, with the effort and the number of responses of each;
+    - efforts, sizes: for each group of a prompt, the effort and the number of responses;
     - groups: number of groups in a step;
     - in_flight: largest number of responses that are written at the same time;
     - ahead: at most (1 + ahead) times the responses of a step may be started and not yet trained on. As many groups as
-      a step needs may always be started, even if they are large and exceed this limit;
+      a step needs may always be started, even if their responses exceed this limit;
     - rank, ranks: this process takes every ``ranks``-th prompt, beginning with number ``rank``.
     """
 
@@ -183,7 +183,7 @@ class Collector:
     def read(self, sample: Sample) -> tuple[int, tuple[str, str] | None]:
         """Split a sample. Returns the number of its reasoning tokens, and the texts (answer, reasoning).
 
-        The texts are None if the response was cut off before the end of its answer.
+        Instead of the pair of texts, None is returned if the response was cut off before the end of its answer.
         """
         tokens = sample.tokens
         if self.end_think not in tokens:
@@ -198,7 +198,7 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Return all started groups as tensors and plain containers, for a checkpoint.
 
-        Rewards are not part of it; after loading, complete responses are graded again.
+        Rewards are not part of the returned state; after loading, complete responses are graded again.
         """
         return {
             "next": self.next,

@@ -24,7 +24,8 @@ from train.rl.reference import load_frozen
 
 
 class DistillationObjective:
-    """Computes KL(policy || teacher) in nats, summed over the supervised positions, and adds it to ``sums`` (detached).
+    """Computes KL(policy || teacher) in nats, summed over the supervised positions, and adds this sum (detached) to
+    ``sums``.
 
     Args:
         teacher_hidden: the teacher's final hidden state that predicts the token at each position, [B, S, d'].
@@ -110,7 +111,7 @@ class Teachers:
         return kept["hidden"]
 
     def model(self, name: str) -> DeepseekV41:
-        """Return a teacher's model, after loading it in place of the previous teacher if necessary."""
+        """Return the model of a teacher. If another teacher is in memory, it is replaced by the requested teacher."""
         if self.loaded is None or self.loaded[0] != name:
             self.loaded = None  # release the old teacher first; memory may not hold two
             parallel = Parallel(context=self.run.world.parallel.context)  # whole on every process, rows shared
@@ -118,7 +119,9 @@ class Teachers:
         return self.loaded[1]
 
     def head(self, name: str) -> Tensor:
-        """Return the weight of a teacher's output head on the device; only the last one used stays there."""
+        """Return the weight of a teacher's output head on the device. Only the head that was used last stays on the
+        device.
+        """
         if self.current is None or self.current[0] != name:
             self.current = None  # release the old head first
             self.current = name, self.heads[name].to(self.run.device)

@@ -1,8 +1,9 @@
 """``rl.drafter``: a drafter that is trained along with the policy and speeds up its responses.
 
-After every step of the policy the drafter takes one of its own, on all responses of the step, towards the new policy.
-Nothing of it reaches the policy: its gradients end at the policy's hidden states, and speculative decoding draws from
-the policy's distribution whatever the drafter proposes.
+After every optimizer step of the policy, the drafter takes an optimizer step of its own, in which it learns to predict
+the new policy on all responses of the step. The drafter does not influence the policy: the gradients of the drafter end
+at the policy's hidden states, and speculative decoding draws from the policy's distribution whatever the drafter
+proposes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from train.loop import train_step
 from train.rl.batch import Scored, Shape, batches, empty_batch
 
 TOKENS_PER_ANCHOR = 8
-INPUTS = ("input_ids", "labels", "seq_lens")  # of a response batch; what remains is for the policy's objective
-ROWS = 2**20  # more rows than a process has in a step: rows are numbered apart for their anchors
+INPUTS = ("input_ids", "labels", "seq_lens")  # tensors of a response batch that the drafter uses
+ROWS = 2**20  # more rows than a process has in a step, so that row numbers, which seed the anchors, do not repeat
 
 
 class PolicyDrafter:
@@ -51,9 +52,9 @@ class PolicyDrafter:
         return self.run.optimizer
 
     def step(self, scored: Scored, state: TrainerState) -> dict[str, Any] | None:
-        """One step on all responses of this step of the policy, whose counters are ``state``. All processes call it
-        together. Returns the ``measures`` of the drafter before its update, or None if no process has a place to draft
-        from.
+        """Take one optimizer step of the drafter on all responses of the current step of the policy. All processes call
+        this method together. state: the counters of the policy. Returns the ``measures`` of the drafter before its
+        update, or None if no process has a position at which drafts can start.
         """
         run, world = self.run, self.run.world
         everything = torch.ones(len(scored.responses), dtype=torch.bool)
@@ -69,8 +70,8 @@ class PolicyDrafter:
         return {"loss": loss_of(found, run.rl.draft_objective), **found, "grad_norm": float(numbers["grad_norm"])}
 
     def save(self, state: TrainerState) -> Path:
-        """Write the drafter and its optimizer; one checkpoint more is kept than of the policy, because the drafter's is
-        written first.
+        """Write a checkpoint of the drafter and its optimizer. One more checkpoint of the drafter than of the policy is
+        kept, because the drafter's checkpoint is written first.
         """
         return run_state.save(
             self.folder,
@@ -83,7 +84,9 @@ class PolicyDrafter:
         )
 
     def resume(self, state: TrainerState) -> None:
-        """Continue from what ``save`` wrote at ``state``; later checkpoints are of steps that will be made again."""
+        """Load the checkpoint that ``save`` wrote when the counters were ``state``. Later checkpoints are deleted,
+        because the resumed run repeats their steps.
+        """
         run_state.load(
             self.folder / f"step-{state.step:08d}",
             model=self.drafter,
@@ -102,7 +105,7 @@ class PolicyDrafter:
         return self.run.config.run_dir / "drafter"
 
     def _prepare(self, batch: Batch, step: int, number: int) -> Batch:
-        """A batch of responses with anchors, ready for the drafter."""
+        """Return a batch of responses with anchors, ready for the drafter. number: index of the batch in this step."""
         first = (step * self.run.world.size + self.run.world.rank) * ROWS + number * self.shape.rows
         kept = {name: batch[name] for name in INPUTS}
         return self.run.prepare(with_anchors(kept, self.run.config.seed, first, TOKENS_PER_ANCHOR))
@@ -112,13 +115,15 @@ class PolicyDrafter:
 
 
 def _with_its_rate(run: Run) -> Config:
-    """The run's configuration with the learning rate of the drafter."""
+    """Return the run's configuration with the learning rate of the drafter in place of the policy's learning rate."""
     schedule, factor = run.config.optim.schedule, run.rl.drafter_lr_factor
     own = dataclasses.replace(schedule, peak=schedule.peak * factor, floor=schedule.floor * factor)
     return dataclasses.replace(run.config, optim=dataclasses.replace(run.config.optim, schedule=own))
 
 
 def accepted(scored: Scored) -> dict[str, int]:
-    """Over this process's responses: how many passes had drafts, and how many drafts they accepted."""
+    """Count, over this process's responses, the forward passes with drafts (``draft_passes``) and the accepted draft
+    tokens (``drafts_accepted``).
+    """
     lists = [response.sample.accepted for response in scored.responses]
     return {"draft_passes": sum(map(len, lists)), "drafts_accepted": sum(map(sum, lists))}

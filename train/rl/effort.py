@@ -20,7 +20,7 @@ from train.config.rl import LengthTerm
 
 
 def price(term: LengthTerm, effort: Tensor, trained: Sequence[int]) -> Tensor:
-    """Compute k(b), the penalty for L_norm tokens, for the efforts [N]. If only one effort is trained, it is k0."""
+    """Compute k(b), the penalty for L_norm tokens, for the efforts [N]. If only one effort is trained, k(b) is k0."""
     lowest, spacing = min(trained), mean_spacing(trained)
     if not spacing:
         return torch.full_like(effort, term.k0, dtype=torch.float64)
@@ -42,8 +42,8 @@ def group_relative_advantages(rewards: Tensor, group: Tensor) -> tuple[Tensor, T
     """Compute advantages (fp64 [N]) from rewards [N], given the group number of each response (int64 [N]).
 
     An advantage is the reward minus the mean reward of its group; it is not divided by the standard deviation. Also
-    returns which responses are informative (bool [N]): those in a group whose rewards are not all equal. The other
-    groups give no gradient.
+    returns which responses are informative (bool [N]): those in a group whose rewards are not all equal. Groups with
+    equal rewards give no gradient.
     """
     same_vector(rewards=rewards, group=group)
     _, member, count = group.unique(return_inverse=True, return_counts=True)

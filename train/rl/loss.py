@@ -1,9 +1,9 @@
 """The policy-gradient objective of a micro-batch, in the form that ``model.losses`` takes.
 
 For a token with probability ratio r = pi / pi_old and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A).
-It is summed over the tokens of a step and divided by their number. Optionally a KL divergence to the reference policy
-is added. The tokens of a masked response (see ``off_policy_mask``) are left out of the first term, but count in the
-number of tokens and in the KL divergence.
+This loss is summed over the tokens of a step and divided by the number of these tokens. Optionally a KL divergence to
+the reference policy is added. The tokens of a masked response (see ``off_policy_mask``) are left out of the first term,
+but count in the number of tokens and in the KL divergence.
 """
 
 from __future__ import annotations
@@ -89,16 +89,17 @@ def clipped_loss(ratio: Tensor, advantage: Tensor, low: float, high: float) -> t
 def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each of R tokens that an older policy has drawn; returns [R].
 
-    It is the estimator q/p - log(q/p) - 1 (called k3), which is never negative, times the importance ratio. With this
-    weight, value and gradient are unbiased although an older policy drew the tokens.
+    The estimate is q/p - log(q/p) - 1 (the estimator k3, which is never negative) times the importance ratio, where p
+    is the probability under the policy and q under the reference. With this weight, value and gradient are unbiased
+    although an older policy drew the tokens.
     """
     log_quotient = reference - log_probs
     return ratio * (log_quotient.exp() - log_quotient - 1)
 
 
 class Responses(NamedTuple):
-    """Which of ``total`` responses each of R tokens belongs to (int64 [R]), and the ranks that have the other tokens of
-    these responses.
+    """The assignment of R tokens to responses: for each token the index of its response, one of ``total`` (int64 [R]),
+    and the ranks that have the other tokens of these responses.
     """
 
     of_token: Tensor

@@ -33,8 +33,8 @@ class Prompts:
 
     Raises:
         DataError, InputError: a record is malformed or refused by ``check``; or a function cannot be loaded, or uses
-            other randomness than the generator it is given. Of a function only the first record is checked here; the
-            other records are checked when they are drawn.
+            other randomness than the generator it is given. If a source is a function, only its first record is checked
+            here; later records are checked when they are drawn.
     """
 
     def __init__(self, sources: list[str], seed: int | str, check: Check = lambda record: None):

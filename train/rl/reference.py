@@ -66,11 +66,12 @@ Reference = Copy | BaseModel
 def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
     """Load the model of a checkpoint as a frozen model.
 
-    Its weights are held packed if the checkpoint stores them quantised and ``runtime.frozen`` is "packed".
+    The weights of the loaded model are held packed if the checkpoint stores quantised weights and ``runtime.frozen`` is
+    "packed".
 
     Args:
         name: the checkpoint, named as in ``init_from``.
-        parallel: how the model is split over the processes, which must run it together then.
+        parallel: how the model is split over processes; the processes that share a split model must run it together.
     """
     origin = find_pretrained(name)
     config = ModelConfig.from_dict(origin.model)

@@ -25,9 +25,9 @@ class RlReporter(Reporter):
         return evaluation_line(record)
 
     def draw(self, records: list[dict[str, Any]], path: Path) -> None:
-        """Plot reward, accuracy and reasoning length of each effort against steps.
+        """Plot reward, accuracy and reasoning length at each effort against the number of optimizer steps.
 
-        Lines show the training prompts, dots the held-out prompts.
+        Lines show the values on training prompts, and dots the values on held-out prompts.
         """
         efforts = sorted({int(effort) for record in records for effort in record["efforts"]})
         panels = []
@@ -64,7 +64,10 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def _drafter(record: Mapping[str, Any]) -> list[str]:
-    """How many drafts the policy accepted in a pass; tau, alpha by slot and calibration error in training."""
+    """Return ``key=value`` texts of the drafter's record for the step line. ``accepted`` is the mean number of drafts
+    that the policy accepted per forward pass of generation. ``tau``, ``ece`` and ``alpha`` are measured in drafter
+    training: expected accepted length in tokens, calibration error, and acceptance rate of each slot.
+    """
     names = (("accepted", ".2f"), ("tau", ".3f"), ("ece", ".3f"))
     alpha = ",".join(shown(value, ".2f") for value in record.get("alpha", ()))
     return [

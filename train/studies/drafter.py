@@ -1,11 +1,13 @@
 """``python -m train.studies.drafter [RUN]``: measures the drafter of a finished ``task=dspark`` run.
 
-It prints the results and writes them into the run's directory as ``drafter.md`` and ``drafter.json``:
+The command prints the following results, and writes them into the run's directory as ``drafter.md`` and
+``drafter.json``:
   - the number of accepted draft tokens in speculative decoding from held-out prompts, for greedy and sampled
     continuations and for each slot of a block. The trained drafter is compared with two baselines: the same drafter
     before training, and a drafter that consists only of a Markov head, trained on the same number of tokens;
-  - tokens per second with and without the drafter, measured in alternating pieces of generating the same requests.
-Speeds are measured on one CPU core; they only compare decoding with and without the drafter on this machine.
+  - tokens per second with and without the drafter, measured by generating answers to the same requests, alternately
+    with and without the drafter.
+Speeds are measured on one CPU core, and only compare decoding with and without the drafter on this machine.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     torch.set_num_threads(1)
     saved = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-    saved["data"]["tokenizer"] = "train"  # means: use the tokenizer of init_from, as the run did
+    saved["data"]["tokenizer"] = "train"  # "train" means: use the tokenizer of init_from, as the run did
     config = parse_run(saved)
     run = build(config)
     backbone = run.backbone
@@ -161,8 +163,8 @@ def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> d
 def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
     """Compute the mean number of accepted draft tokens per forward pass, over all passes with drafts.
 
-    It comes with a 95 % bootstrap interval over prompts. For each slot of a block, the share of accepted drafts is
-    computed over the passes in which all drafts of earlier slots were accepted.
+    The mean has a 95 % bootstrap interval over prompts. Also computed is the share of accepted drafts for each slot of
+    a block, over the passes in which all drafts of earlier slots were accepted.
     """
     passes = np.array([len(sample.accepted) for sample in samples])
     sums = np.array([sum(sample.accepted) for sample in samples])
@@ -182,7 +184,8 @@ def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, An
 def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces: int) -> dict[str, Any]:
     """Measure tokens per second of greedy decoding with and without the drafter, after ``prompts`` [batch, context].
 
-    Pieces of generation with and without the drafter alternate; the ratio is the median over the pairs of pieces.
+    Timed stretches of generation with and without the drafter alternate; the reported speed ratio is the median over
+    ``pieces`` pairs of stretches.
     """
     generators = {"without": Generator(backbone), "with": Generator(backbone, drafter=drafter)}
     rates: dict[str, list[float]] = {name: [] for name in generators}

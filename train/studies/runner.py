@@ -108,8 +108,8 @@ class Runner:
         """Train the jobs that are not finished, ``workers`` at a time.
 
         Raises:
-            StudyError: some jobs failed. It is raised after all jobs have ended, and shows the last lines that each
-                failed job printed.
+            StudyError: some jobs failed. The error is raised after all jobs have ended, and shows the last lines that
+                each failed job printed.
         """
         for job in jobs:
             check_same(job)
@@ -168,7 +168,9 @@ class Runner:
         return found
 
     def numbers(self, job: Job) -> dict[str, float]:
-        """Return the metrics of a finished run, its tokens, its training seconds and its CPU seconds."""
+        """Return the metrics of a finished run, its number of training tokens, its training seconds and its CPU
+        seconds.
+        """
         state = self.state(job)
         records = {name: self._evaluation(job, changes) for name, changes in self.study.evaluations.items()}
         found = {name: value_of({**state["last_valid"], **records}, m.path) for name, m in self.study.measures.items()}

@@ -15,7 +15,7 @@ from train.errors import InputError
 
 
 class StudyError(InputError):
-    """A study cannot be run, or some of its runs failed; the message names them."""
+    """A study cannot be run, or some of its runs failed. The message says why, or names the failed runs."""
 
 
 @dataclass(config=STRICT, frozen=True)

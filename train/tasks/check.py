@@ -23,7 +23,8 @@ OPEN, CLOSE = "⟦", "⟧"  # printed around supervised tokens
 
 
 def run(config: Config) -> None:
-    """Print a table of both splits, a histogram of lengths, the records that are refused and why, and three samples.
+    """Print a table of both splits, a histogram of lengths, the records that are refused (with reasons), and three
+    samples.
 
     Raises:
         InputError: the data cannot be opened, or contain records at which a training run would stop.

@@ -13,11 +13,11 @@ from train.lora.peft_format import merged_record, read_changes
 
 
 def run(config: Conversion) -> None:
-    """Write the folder ``config.dst``. If writing fails, nothing is left of it.
+    """Write the converted checkpoint into the new folder ``config.dst``. If writing fails, the folder is removed.
 
     Raises:
         InputError: the source is not a complete checkpoint of this model (the message lists all bad tensors), the
-            adapter does not belong to it or is already merged, or the destination exists.
+            adapter does not belong to the source or is already merged, or the destination exists.
         OSError: a file is missing or cannot be written.
     """
     with user_errors():

@@ -1,8 +1,9 @@
 """``task=dpo``: direct preference optimisation on pairs of a chosen and a rejected answer.
 
 A step is ``train.loop.train_step`` with the DPO objective (``train/dpo/objective.py``). The reference policy is the
-model of ``init_from``. With LoRA it is the trained model without its adapter; otherwise it is a second, frozen model,
-which is split over the processes like the trained model, and held packed if the checkpoint is quantised.
+model of ``init_from``. With LoRA, the reference policy is the trained model without its adapter. Otherwise, the
+reference policy is a second, frozen model, which is split over the processes like the trained model, and held packed if
+the checkpoint is quantised.
 """
 
 from __future__ import annotations

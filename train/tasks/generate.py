@@ -25,7 +25,8 @@ OF_RECORD = ("thinking", "effort", "tools", "images", "image")  # fields that a 
 
 
 def run(config: Generation) -> None:
-    """Answer every prompt and write a line to ``config.dst``: the record, its number, the answer, and why it ended.
+    """Answer every prompt, and write a line for each answer to ``config.dst``: the record of the prompt, its number,
+    the answer, and the reason why the answer ended.
 
     Raises:
         InputError, DataError, OSError: the model, a prompt or the output file cannot be used.

@@ -24,7 +24,7 @@ from train.errors import InputError, user_errors
 
 
 def run(config: Merger) -> None:
-    """Write the folder ``config.dst``. If writing fails, nothing is left of it.
+    """Write the merged checkpoint into the new folder ``config.dst``. If writing fails, the folder is removed.
 
     Only a few rows of every checkpoint are in memory at a time.
 
@@ -55,7 +55,9 @@ def run(config: Merger) -> None:
 
 
 def check_same(first: Pretrained, other: Pretrained) -> None:
-    """Raise ``InputError`` if two checkpoints have different models or tokenizers; it names the first difference."""
+    """Raise ``InputError`` if two checkpoints have different models or tokenizers; the error names the first
+    difference.
+    """
     wanted, found = ({"model": _model(origin), "tokenizer": origin.tokens()} for origin in (first, other))
     for key in wanted:
         difference = first_difference(found[key], wanted[key], key)
@@ -70,7 +72,8 @@ def check_same(first: Pretrained, other: Pretrained) -> None:
 def companions(origin: Pretrained) -> dict[str, str]:
     """Return the small files for the merged checkpoint, such as the tokenizer's.
 
-    The files of the folder ``origin`` are taken; if ``origin`` is a run, those that its export would have.
+    If ``origin`` is a checkpoint folder, its files are returned; if ``origin`` is a run, the files that the run's
+    export would have.
     """
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]

@@ -10,7 +10,7 @@ from train.planning.search import fitting, search_report
 
 
 def run(config: Config) -> None:
-    """Print the plan, and with ``plan.search`` other layouts."""
+    """Print the plan of the configured layout; with ``plan.search``, also print other layouts that fit."""
     config = with_gpu_precision(config)
     job = job_of(config)
     print(report(plan(config, job)))

@@ -192,8 +192,8 @@ def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
 def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, Any]:
     """Take one optimizer step on the graded groups of all processes.
 
-    Updates the counters in ``state`` and returns the step's record. If the rewards are equal in every group of every
-    process, there is no gradient, and the weights are not updated.
+    Updates the counters in ``state`` and returns the step's record. If all rewards within each group are equal, in
+    every group of every process, there is no gradient, and the weights are not updated.
     """
     run, settings, method = policy.run, policy.run.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
@@ -228,7 +228,7 @@ FAILING_STEPS = 3  # a reward function that has worked before ends the run if al
 
 
 class Failing:
-    """Ends a run whose reward function fails in every call, since it would train on the length penalty alone."""
+    """Ends a run whose reward function fails in every call, since such a run would train on the length penalty alone."""
 
     def __init__(self, tasks: int):
         self.worked = [False] * tasks
@@ -239,7 +239,7 @@ class Failing:
 
         Raises:
             InputError: all calls of a reward function have failed since the process started, or in the last
-                ``FAILING_STEPS`` steps. All processes raise it together.
+                ``FAILING_STEPS`` steps. All processes raise this error together.
         """
         calls = [outcome for outcomes in of_processes for outcome in outcomes]
         for task in range(len(self.worked)):
@@ -260,7 +260,9 @@ class Failing:
 
 
 def outcomes(groups: list[Group]) -> list[tuple[int, str, str]]:
-    """List (task, failure or "", reason of the failure) for every response that a reward function was called with."""
+    """Return a tuple (task number, kind of failure or "", reason of the failure) for every response that a reward
+    function was called with.
+    """
     return [
         (group.task, response.outcome.failure or "", response.outcome.detail)
         for group in groups
@@ -398,7 +400,7 @@ def read_rollout(policy: Policy, state: TrainerState) -> dict[str, Any]:
 
 
 def begun_file(folder: Path, step: int) -> Path:
-    """Path of the file that stores how many groups each process had started."""
+    """Return the path of the file in a checkpoint folder that stores how many groups each process had started."""
     return folder / f"step-{step:08d}.json"
 
 
@@ -411,12 +413,12 @@ def _tokens(sample: Any) -> int:
 
 
 def _lag(scored: Scored, version: int) -> int:
-    """Sum, over the tokens of all responses, the number of steps since the token was written."""
+    """Return the sum, over the tokens of all responses, of the number of steps since the token was written."""
     return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
 
 
 def _summed(run: Run, sums: Mapping[Any, float]) -> Counter[Any]:
-    """Add up the sums of all processes, key by key."""
+    """Add up the dictionaries ``sums`` of all processes, key by key."""
     total: Counter[Any] = Counter()
     for other in run.world.gather(dict(sums)):
         total.update(other)

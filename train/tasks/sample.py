@@ -26,8 +26,8 @@ def sample(
         seed: seed for drawing tokens; the global random state is not changed.
         stop: token id that ends the text early, usually the end-of-sequence id; it is not part of the text.
 
-    If the model is split over processes, all of them must call this together. They run the same number of steps, even
-    if rounding makes them draw different tokens.
+    If the model is split over processes, all these processes must call this function together. The processes run the
+    same number of steps, even if rounding makes them draw different tokens.
     """
     ends = frozenset() if stop is None or model.parallel.together else frozenset({stop})
     (answer,) = generate(model, [Request(tuple(prompt), tokens, temperature, seed=seed, stop=ends)])

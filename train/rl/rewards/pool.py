@@ -31,7 +31,9 @@ START_SECONDS = 120.0  # time limit for importing the modules of the reward func
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward. If the function returned none, it is 0, and ``failure`` says why: time, crash or error."""
+    """The result of a reward call. If the function returned no reward, ``reward`` is 0, and ``failure`` says why: time,
+    crash or error.
+    """
 
     reward: float
     failure: str | None = None

@@ -1,8 +1,8 @@
 """The program of a worker process, which calls reward functions. ``pool.py`` starts it; it imports no project code.
 
-It reads JSON lines from standard input and answers each with one JSON line on standard output. The first line is
-{"path": [...], "functions": ["module:function", ...]}; the answer is {"ready": true} or {"error": "..."}. Each further
-line is {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}; the answer is {"reward": 1.0} or
+The worker reads JSON lines from standard input, and answers each line with one JSON line on standard output. The first
+line is {"path": [...], "functions": ["module:function", ...]}; the answer is {"ready": true} or {"error": "..."}. Each
+further line is {"function": 0, "record": {...}, "answer": "...", "reasoning": "..."}; the answer is {"reward": 1.0} or
 {"error": "..."}. Text that a reward function prints goes to standard error.
 
 The program forks into two processes: the parent only watches whether the trainer is alive, and the child calls the

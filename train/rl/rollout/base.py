@@ -1,8 +1,9 @@
 """Rollouts generate responses: one interface for generation in this process and on inference servers (``http.py``).
 
 A rollout accepts requests at any time and works on all of them concurrently. The policy may change while responses are
-being written: ``update_weights`` interrupts them after their current token, and they continue from there with the new
-weights; the cache and the recorded routing are kept. For every token the version of the policy that drew it is stored.
+being written: ``update_weights`` interrupts the responses after their current token, and the responses continue from
+this token with the new weights; the cache and the recorded routing are kept. For every token the version of the policy
+that drew it is stored.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Rollout(Protocol):
     def update_weights(self, version: int, model: DeepseekV41) -> None:
         """Interrupt the running responses and continue them with the weights of ``model``.
 
-        Tokens drawn from now on are stored with this version. It is also called before the first request. All processes
-        call it together.
+        Tokens drawn from now on are stored with this version. This method is also called before the first request. All
+        processes call this method together.
         """
 
     def apart(self) -> Rollout:
@@ -54,7 +55,7 @@ class Rollout(Protocol):
         """Restore the unfinished requests from the result of ``state_dict``."""
 
     def close(self) -> None:
-        """Close connections and end threads; other processes such as servers stay as they are."""
+        """Close connections and end threads; other processes, such as inference servers, keep running."""
 
 
 class LocalRollout:
@@ -82,7 +83,9 @@ class LocalRollout:
         return self.generator.submit(request)
 
     def poll(self) -> list[Sample]:
-        """Draw one token, with a drafter one or more, for every running response. Returns the finished samples."""
+        """Draw one token (or with a drafter one or more tokens) for every running response. Returns the finished
+        samples.
+        """
         with self.precision():
             return self.generator.step()
 
@@ -123,8 +126,8 @@ def unpack_sample(state: dict[str, Any]) -> Sample:
 def routing_of(sample: Sample, layers: int, k: int) -> torch.Tensor:
     """Return the experts chosen at every position of a sample, int16 [prompt + tokens, layers, k].
 
-    The experts at the last token are -1, since it was drawn but never fed to the model. If no routing was recorded, the
-    experts at all positions are -1.
+    The experts at the last token are -1, since the last token was drawn but never fed to the model. If no routing was
+    recorded, the experts at all positions are -1.
     """
     length = len(sample.request.prompt) + len(sample.tokens)
     routing = torch.full((length, layers, k), -1, dtype=torch.int16)

@@ -86,7 +86,8 @@ class HttpRollout:
         return sample.id
 
     def poll(self) -> list[Sample]:
-        """Return finished samples. If there are none, wait up to ``POLL_SECONDS`` for one.
+        """Return the samples that have finished since the last call. If there are none, wait up to ``POLL_SECONDS`` for
+        a sample to finish.
 
         Raises:
             ServerError: no server is left, or a server does not support something that is needed.
@@ -284,8 +285,8 @@ class HttpRollout:
 def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, Any]:
     """Make the body of the request for the rest of a sample.
 
-    The continuation of a sample gets a different seed, because a server that starts its random numbers anew with each
-    request would draw the same ones again.
+    The continuation of a sample gets a different seed, because a server that restarts its random generator with each
+    request would draw the same random numbers again.
     """
     request, done = sample.request, len(sample.tokens)
     place = len(request.prompt) + done

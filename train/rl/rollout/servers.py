@@ -46,8 +46,8 @@ class Server:
 
     - alive: the server answers and has the current weights;
     - noted: the log already says that the server is not alive;
-    - running: number of requests that it works on;
-    - failures: number of failures in a row; failed_at: time of the last one; reason: its message;
+    - running: number of requests that the server works on;
+    - failures: number of failures in a row; failed_at: time of the last failure; reason: message of the last failure;
     - ready_at: time from which the server may be sent requests again.
     """
 
@@ -157,7 +157,7 @@ class Servers:
         """Request a completion and yield the events of the streamed answer.
 
         Raises:
-            Failure: the request failed or the stream was interrupted; it may be retried.
+            Failure: the request failed or the stream was interrupted; the request may be retried.
             ServerError: the server refused the request, or its answer is not a stream of events.
         """
         url = f"{server.url}/v1/completions"
@@ -177,7 +177,7 @@ class Servers:
         raise Failure("the connection ended in the middle of a response")
 
     def wrong(self, server: Server, what: str) -> ServerError:
-        """Return an error that names the server and says what it does wrong."""
+        """Return an error that names the server and says what the server does wrong."""
         return ServerError(f"server {server.url} {self._clean(what)}")
 
     async def load(self, folder: Path, version: int) -> dict[str, str | None]:
