@@ -239,7 +239,7 @@ def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
 class Widths(NamedTuple):
     """The number of bytes per value of activations.
 
-    products: bytes per value of the results of matrix products (2 with bf16 autocast over fp32 parameters, otherwise 4).
+    products: bytes per value of the results of matrix products: 2 with bf16 autocast over fp32 parameters, else 4.
     streams: bytes per value of the residual streams.
     """
 

@@ -184,7 +184,7 @@ class _File:
     mapping: mmap.mmap
 
     def give_back(self) -> None:
-        """Let the operating system drop the memory pages of the mapping; the file keeps the values that were written."""
+        """Let the operating system drop the memory pages of the mapping; the file keeps the written values."""
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -283,7 +283,7 @@ class _OnDemand(ModelHook):
 
 
 def _stored(weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors in which a weight is stored: codes and scale of a packed weight, otherwise the weight itself."""
+    """Returns the tensors that store a weight: codes and scale of a packed weight, otherwise the weight itself."""
     return (weight.codes, weight.scale) if isinstance(weight, PackedWeight) else (weight,)
 
 

@@ -103,7 +103,7 @@ def _agreement(
 
 @triton.jit
 def _gate(s, image, token, IMAGES: tl.constexpr):
-    """Returns the gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), and 0 at image tokens."""
+    """Returns the gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), or 0 at image tokens."""
     sign = tl.where(s > 0, 1.0, tl.where(s < 0, -1.0, 0.0))
     gate = tl.sigmoid(sign * tl.sqrt(tl.maximum(tl.abs(s), 1e-6)))
     if IMAGES:

@@ -1,4 +1,4 @@
-"""Lists the parameters of a run, and computes the bytes of weights, gradients and optimizer state that one rank holds."""
+"""Lists the parameters of a run, and computes the bytes of weights, gradients and optimizer state on one rank."""
 
 from __future__ import annotations
 

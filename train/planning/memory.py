@@ -46,7 +46,7 @@ def working_bytes(config: Config, job: Job) -> dict[str, float]:
 
 
 def keeps_combined(config: Config) -> bool:
-    """Return whether recomputation uses results of experts on other ranks that were kept from the first forward pass."""
+    """Return whether recomputation reuses expert results that other ranks sent in the first forward pass."""
     return config.runtime.keep_combined and config.parallel.expert_parallel > 1
 
 

@@ -13,7 +13,7 @@ from train.lora.peft_format import merged_record, read_changes
 
 
 def run(config: Conversion) -> None:
-    """Write the converted checkpoint into the new folder ``config.dst``. If writing fails, the folder is removed.
+    """Write the converted checkpoint into the new folder ``config.dst``. If writing fails, no folder is left behind.
 
     Raises:
         InputError: the source is not a complete checkpoint of this model (the message lists all bad tensors), the

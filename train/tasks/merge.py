@@ -24,7 +24,7 @@ from train.errors import InputError, user_errors
 
 
 def run(config: Merger) -> None:
-    """Write the merged checkpoint into the new folder ``config.dst``. If writing fails, the folder is removed.
+    """Write the merged checkpoint into the new folder ``config.dst``. If writing fails, no folder is left behind.
 
     Only a few rows of every checkpoint are in memory at a time.
 

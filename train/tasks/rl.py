@@ -228,7 +228,7 @@ FAILING_STEPS = 3  # a reward function that has worked before ends the run if al
 
 
 class Failing:
-    """Ends a run whose reward function fails in every call, since such a run would train on the length penalty alone."""
+    """Ends a run whose reward function fails in every call, since the run would train on the length penalty alone."""
 
     def __init__(self, tasks: int):
         self.worked = [False] * tasks
