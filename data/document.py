@@ -52,7 +52,7 @@ Part = str | Picture | Control | Tokens
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training document.
+    """A training document.
 
     Attributes:
         parts: the text, images, control tokens and token ids of the document, in reading order.

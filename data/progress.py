@@ -16,8 +16,8 @@ Advance = Callable[[float], None]
 
 @contextmanager
 def progress(what: str, total: float, say: Callable[[str], None] | None = None) -> Iterator[Advance]:
-    """A context manager that shows the progress of the work in its body. It yields a function that the body calls with
-    each amount of work done.
+    """A context manager that shows the progress of the work in its body. The context manager yields a function that the
+    body calls with each amount of work done.
 
     what: the name of the work, such as "tokenising". total: the sum of all amounts of work, in any unit. say: a
     function that receives the progress lines, for work with its own log; if None, progress is shown on standard error,

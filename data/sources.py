@@ -167,7 +167,7 @@ class RecordFiles(_Files, _Records):
 
 
 class JsonLines(RecordFiles):
-    """A source that reads one text document from each record of JSONL or other record files (see `data/records.py`)."""
+    """A source that makes one text document of each record in files of records (see `data/records.py`)."""
 
 
 class Parquet(JsonLines):

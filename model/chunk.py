@@ -1,8 +1,9 @@
 """Computes the layout of one rank's chunk of a micro-batch, for context parallelism.
 
 Every rank computes the layout of all tokens and then keeps only the queries of its chunk. Document numbers, slots,
-visible ranges and positions are therefore the same as with one process, and so is every selection that depends on them.
-This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends these rows.
+visible ranges and positions, and all selections that depend on these values, are therefore the same as with one
+process. This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends
+these rows.
 
 In shapes, A is the number of tokens in the micro-batch, T the number of tokens in this rank's chunk, C the number of
 ranks and N the number of entry slots.

@@ -284,8 +284,8 @@ def activation_bytes(
 
 def expert_row_bytes(config: TextConfig, bf16: bool) -> int:
     """Returns the bytes per token that the routed experts of a rank save for the rows (token vectors) that they
-    received: the inputs, gate, up and hidden values of each row. These bytes are included in `block_saves`. On average
-    over ranks there are k rows per token.
+    received: the inputs, gate, up and hidden values of each row. The bytes that `block_saves` returns include the bytes
+    of these rows. On average over ranks there are k rows per token.
     """
     width = 2 if bf16 else 4
     return width * config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
@@ -299,9 +299,9 @@ def head_gradient_bytes(config: ModelConfig) -> int:
 
 
 def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) pairs of the weights of which bf16 autocast keeps a bf16 copy for the backward pass. These
-    are the matrices of the blocks, except the matrices that are applied in fp32 and those of the indexers, whose inputs
-    are detached.
+    """Yield (name, weight) pairs of the weights of which bf16 autocast keeps a bf16 copy for the backward pass.
+    Autocast copies the matrices of the blocks, except the matrices that are applied in fp32 and the matrices of the
+    indexers, whose inputs are detached.
     """
     for name, parameter in model.named_parameters():
         if (

@@ -146,7 +146,7 @@ def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dic
 
     The main device also holds the part "" (everything except blocks and Engram tables). If it is a GPU that has no room
     for all blocks, memory for a copy of the largest block is reserved there. Raises ValueError if the main device has
-    too little memory for this.
+    too little memory for the part "" and this reserve.
     """
     main, *others = budgets
     parts = sorted((name for name in sizes if name), key=lambda name: name.endswith("embed"))  # stable: blocks first
@@ -171,8 +171,8 @@ def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dic
 
 
 def device_of(place: Place) -> torch.device:
-    """Returns the device of the tensors in a place. For "disk" this is the CPU, because weights on disk are mapped into
-    host memory.
+    """Returns the device of the tensors in a place. For the place "disk" the CPU is returned, because weights on disk
+    are mapped into host memory.
     """
     return torch.device("cpu" if place in ("cpu", DISK) else place if isinstance(place, str) else f"cuda:{place}")
 

@@ -7,7 +7,7 @@
 
 Weights are read and written by `model/checkpoint`, so checkpoint folders have the released layout and names, and can be
 plain, bf16 or quantised. `Trainer` and TRL's trainers train all parts of the model, including indexers and router
-biases (`training_losses="full"`), see `DeepseekV41ForCausalLM.training_losses`. Only this file and
+biases (`training_losses="full"`), see `DeepseekV41ForCausalLM.training_losses`. In this project, only this file and
 huggingface_speculation.py import transformers.
 """
 
@@ -465,7 +465,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     def denominators(self, labels: Tensor | None = None, **given: Any) -> Tensor:
         """Returns the contribution of a micro-batch to the counts of its step (see `huggingface_counts.py`), int64 [2,
-        2 + index sources] on the CPU, computed without a forward pass. The arguments are those of `forward`.
+        2 + index sources] on the CPU, computed without a forward pass. The arguments are those of
+        `DeepseekV41ForCausalLM.forward`.
         """
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         batch = _batch(ids, mask, positions, given.get("seq_lens"), given.get("vision_token_types"), {})
@@ -519,8 +520,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         sequences; `decoding` determines which tokens are new, and without `decoding` every step processes all tokens
         again. Only text prompts are supported.
 
-        use_drafter is an argument of `generate` that `_sample` reads: True requires the drafter, False does not use the
-        drafter, and None uses the drafter if the other arguments allow this.
+        use_drafter is an argument of `generate` that `_sample` reads: The value True requires the drafter, False
+        decodes without the drafter, and None uses the drafter if the other arguments allow speculative decoding.
         """
         if vision_token_types is not None:
             added = input_ids.shape[1] - vision_token_types.shape[1]

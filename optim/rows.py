@@ -1,4 +1,5 @@
-"""Updates of parameters whose rows are divided over several processes: their owners gather the rows for the update.
+"""Updates parameters whose rows are divided over several processes. For the update, the process that owns a parameter
+gathers all its rows.
 
 Muon can only update whole matrices, but between steps the rows of a matrix are divided over several processes
 (`RowGroups.keepers`). In a step, the process that owns a matrix (`optim/ownership.py`) gathers the gradient and the
@@ -45,11 +46,11 @@ def rows_here(tensor: Tensor) -> Tensor:
 
 
 class RowExchange:
-    """Moves parameters, or tensors of the same shapes, between the processes that keep their rows and the owners of the
-    parameters.
+    """Moves parameters, or tensors with the shapes of parameters (such as gradients), between the processes that keep
+    the rows of a parameter and the process that owns the parameter.
 
-    All processes must call the methods together and with the same parameters. `owners`: maps each parameter to the
-    position of its owner in the parameter's replica group.
+    All processes must call the methods of this class together, and with the same parameters. `owners`: maps each
+    parameter to the position of its owner in the parameter's replica group.
     """
 
     def __init__(self, groups: RowGroups, owners: Mapping[Tensor, int]) -> None:

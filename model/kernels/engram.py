@@ -85,8 +85,8 @@ def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DI
 def _agreement(
     streams, memory, weight, token, eps, N: tl.constexpr, N_TILE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Returns the normalised dot products of a token's streams and keys, the inverse root mean squares of the streams,
-    and those of the keys, each [N_TILE].
+    """Returns three tensors [N_TILE]: the normalised dot products of a token's streams and keys, the inverse root mean
+    squares of the streams, and the inverse root mean squares of the keys.
     """
     dot = tl.zeros([N_TILE], tl.float32)
     squares = tl.zeros([N_TILE], tl.float32)
@@ -103,7 +103,9 @@ def _agreement(
 
 @triton.jit
 def _gate(s, image, token, IMAGES: tl.constexpr):
-    """Returns the gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), or 0 at image tokens."""
+    """Returns the gate for a normalised dot product s: sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), or 0 for image tokens.
+    The gates of all streams of a token are computed together.
+    """
     sign = tl.where(s > 0, 1.0, tl.where(s < 0, -1.0, 0.0))
     gate = tl.sigmoid(sign * tl.sqrt(tl.maximum(tl.abs(s), 1e-6)))
     if IMAGES:

@@ -1,9 +1,10 @@
 """Triton kernels of mHC: the coefficients with their Sinkhorn iterations, collapse, and expand; see model/hyper.py for
 the formulas.
 
-The plain PyTorch functions launch about 1,300 small operations per layer. Here the coefficients take two kernels (three
-in the backward pass), and collapse and expand one kernel each. Tokens are the last axis of the coefficients' tiles, so
-that one thread holds the whole n x n matrix of a token and a Sinkhorn step needs only registers.
+The plain PyTorch functions launch about 1,300 small operations per layer. In this file, the coefficients take two
+kernels (three in the backward pass), and collapse and expand take one kernel each. Tokens are the last axis of the
+coefficients' tiles, so that one thread holds the whole n x n matrix of a token and a Sinkhorn step needs only
+registers.
 """
 
 from typing import Any

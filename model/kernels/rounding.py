@@ -1,4 +1,5 @@
-"""Rounding to FP8 and FP4 inside Triton kernels, with results that equal those of model/quantize.py bit for bit.
+"""Functions that round to FP8 and FP4 inside Triton kernels. The rounded values equal those of model/quantize.py bit
+for bit.
 
 All rounding works on the bits of fp32 numbers, because not every GPU has casts to 8 bits, and because the casts of
 Triton's interpreter round ties and subnormal bf16 values wrongly. Kernels that call these functions are compiled with

@@ -7,7 +7,7 @@ The backward pass has three kernels, which each recompute the probabilities, bec
 would need more registers than a GPU has. The first kernel computes the gradients of queries. The second kernel computes
 the gradients of window keys: a program takes a block of keys and iterates over the queries that see them, so that only
 one program writes each gradient. The third kernel computes the gradients of selected entries. Many queries can select
-the same entry, so its gradient is summed with fp32 atomics in no fixed order. Under
+the same entry, so the gradient of an entry is summed with fp32 atomics in no fixed order. Under
 `torch.use_deterministic_algorithms`, the gradients are instead written out for a chunk of queries at a time and summed
 in the order of the queries.
 """
@@ -133,8 +133,8 @@ def _attention_backward(
 
 
 def supports(q: Tensor) -> bool:
-    """Whether all heads of a query and their gradients fit into shared memory together. For example, 64 heads of
-    dimension 512 fit with 16-bit values, but not with fp32.
+    """Returns whether all heads of a query and their gradients fit into shared memory together. For example, 64 heads
+    of dimension 512 fit into shared memory with 16-bit values, but not with fp32 values.
     """
     _, heads, dim = q.shape
     return padded(heads, 16) * padded(dim, 16) * q.element_size() <= TILE_BYTES

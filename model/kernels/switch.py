@@ -30,8 +30,8 @@ def using(setting: str) -> Iterator[None]:
 
 def in_triton(x: Tensor) -> bool:
     """Returns whether Triton kernels process `x`. With the setting "auto", Triton kernels run on CUDA devices if Triton
-    is installed. With the setting "triton", Triton kernels always run; on a CPU this needs Triton's interpreter
-    (TRITON_INTERPRET=1 before the first import of a kernel), an interpreter that is slow and meant for tests.
+    is installed. With the setting "triton", Triton kernels always run; on a CPU, Triton kernels need Triton's slow
+    interpreter, which is meant for tests (set TRITON_INTERPRET=1 before the first import of a kernel).
     """
     if _setting == "auto":
         return x.is_cuda and installed()

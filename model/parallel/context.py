@@ -2,8 +2,8 @@
 compressed entries, and sums.
 
 The ranks of a group hold consecutive chunks of the same tokens. All functions here are collective operations: every
-rank of the group must call them in the same order, also in the backward pass and in recomputation, even if the rank has
-no rows to send.
+rank of the group must call these functions in the same order, also in the backward pass and in recomputation, even if
+the rank has no rows to send.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class RowCounts(NamedTuple):
 
 def exchange_counts(counts: Tensor, ranks: RankGroup) -> RowCounts:
     """Exchange row counts: counts int64 [size, ...] is the number of rows of each kind that this rank sends to every
-    rank. This synchronises the host with the device.
+    rank. The exchange of counts synchronises the host with the device.
     """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
@@ -43,8 +43,8 @@ def exchange(tensors: Sequence[Tensor], send: list[int], receive: list[int], ran
     the rows that this rank received, ordered by sending rank. The backward pass sends the gradient of each row back to
     the rank that sent the row.
 
-    All ranks must call this function. They must also all run its backward pass, so whether at least one of the tensors
-    requires a gradient must be the same on all ranks.
+    All ranks must call this function. All ranks must also run the backward pass of this function, so if at least one of
+    the tensors requires a gradient on one rank, this must be the case on all ranks.
     """
     return Transfer(tensors, send, receive, ranks).finish()
 

@@ -1,7 +1,7 @@
 """Saving and restoring the state of a run, bit for bit, and loading the checkpoint that a new run starts from.
 
 A checkpoint that was written by some number of processes can be read by any other number. This package imports
-``train.errors``, ``model`` and ``optim``. Read run_state.py first. Each file imports only those above it:
+``train.errors``, ``model`` and ``optim``. Read run_state.py first. Each file imports only files listed above it:
 
     storage       stores tensors that are split over many processes in one folder; any other split can read them
     background    writes a checkpoint while training continues

@@ -5,7 +5,7 @@ package imports torch only for rules that depend on a device or a checkpoint. Al
 ``train.errors``, ``train.lora.targets``, the settings of ``model``, ``optim`` and ``data``, and, inside functions,
 ``train.checkpoint`` to look into a checkpoint.
 
-Read the files in this order; each imports only those above it:
+Read the files in this order; each file imports only files listed above it:
 
     strict, problems        how the dataclass of a section is declared; the error that lists all problems
     tasks                   the names of the tasks, and the function that runs each

@@ -1,8 +1,8 @@
-"""The processes of a run. A run with one process creates no process group.
+"""Connects the processes of a run. A run with one process creates no process group.
 
 If experts or tables are split into n parts, n consecutive ranks hold the n parts; ranks whose numbers differ by a
 multiple of n hold the same part. This package imports ``train.config``, ``train.errors`` and ``model``. Each file
-imports only those above it:
+imports only files listed above it:
 
     launchers           reads rank and number of processes from the environment; imports no torch
     failure_detector    waits until all processes have started; detects processes that die or hang, and names them

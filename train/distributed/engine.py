@@ -37,7 +37,8 @@ class Engine:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of a micro-batch on this rank. ``last``: whether this is the last micro-batch of the step.
-        Gradients are not exchanged between ranks yet, except those of matrices whose rows are divided (``dense.py``).
+        This method does not exchange gradients between ranks, except the gradients of matrices whose rows are divided
+        (``dense.py``).
         """
         if self.deepspeed is None:
             loss.backward()
@@ -82,8 +83,8 @@ def init_distributed(backend: str, device: str, timeout: timedelta) -> None:
 def make_groups(parts: int, process: ProcessInfo) -> tuple[RankGroup, RankGroup]:
     """Create the process groups for parameters that are split into ``parts`` parts.
 
-    Returns the group of ranks that hold the different parts of such a parameter, and the group of ranks that hold the
-    same part as this rank.
+    Returns two groups of ranks: the ranks that hold the different parts of a split parameter, and the ranks that hold
+    the same part as this rank.
     """
     from deepspeed.utils import groups
 

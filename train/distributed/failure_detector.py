@@ -5,9 +5,9 @@ Before the processes create a process group, they wait for each other at a TCPSt
 process that has started registers itself, so that missing processes can be named.
 
 If a process is lost during training, a collective call on another rank fails with a network error that does not name
-the lost rank, or waits forever. So every process runs a `FailureDetector`, a thread that writes heartbeats into the
-store of the process group and checks other processes: processes on the same host by their process id, and processes on
-other hosts by their heartbeats (rank 0 checks all ranks, rank 1 checks rank 0).
+the lost rank, or waits forever. To detect a lost process, every process runs a `FailureDetector`, a thread that writes
+heartbeats into the store of the process group and checks other processes: processes on the same host by their process
+id, and processes on other hosts by their heartbeats (rank 0 checks all ranks, rank 1 checks rank 0).
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, 
 def _accepts(host: str, port: int) -> bool:
     """Return whether a server accepts connections at ``host:port``.
 
-    This is checked before a TCPStore is created, because a TCPStore that waits for its server prints pages of warnings.
+    This function is called before a TCPStore is created, because a TCPStore that waits for its server prints pages of
+    warnings.
     """
     try:
         socket.create_connection((host, port), timeout=5).close()
@@ -212,7 +213,7 @@ class FailureDetector(threading.Thread):
         return self.store.compare_set("lost", "", found).decode() or found
 
     def _silent(self, ranks: list[int]) -> list[int]:
-        """Return those of ``ranks`` whose last heartbeat is older than the timeout."""
+        """Return the ranks in ``ranks`` whose last heartbeat is older than the timeout."""
         silent = []
         beats = self.store.multi_get([f"heartbeat/{rank}" for rank in ranks]) if ranks else []
         for rank, beat in zip(ranks, beats, strict=True):

@@ -1,4 +1,6 @@
-"""Reads rank and number of processes from the launcher's environment variables; ends the process. Imports no torch."""
+"""Reads rank and number of processes from the launcher's environment variables, and ends the process. This file imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FAULTS = (1, 2, 3)  # exit codes of faults that the next start of the run would 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Rank of this process, number of processes, and rank among the processes on this host."""
+    """The rank of this process, the number of processes of the run, and the rank of this process among the processes on
+    its host.
+    """
 
     rank: int = 0
     size: int = 1

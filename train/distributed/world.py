@@ -1,4 +1,6 @@
-"""The processes of a run from the view of one process: its rank, its process groups, and collective operations."""
+"""Describes the processes of a run from the view of one process: the rank and the process groups of this process, and
+collective operations.
+"""
 
 from __future__ import annotations
 

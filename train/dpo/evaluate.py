@@ -1,4 +1,4 @@
-"""Evaluation of ``task=dpo``: loss, accuracy and rewards on the held-out preference pairs."""
+"""Evaluates a ``task=dpo`` run: computes loss, accuracy and rewards on the held-out preference pairs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def means(sums: Mapping[str, torch.Tensor], pairs: int) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(run: Run, reference: Reference, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Evaluate the model on the held-out pairs. Returns ``means`` over the pairs, and the balance of the expert load.
+    """Evaluate the model on the held-out pairs. Returns a dictionary with the result of ``means`` over the pairs, and
+    the balance of the expert load.
 
     Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any rank.
     """

@@ -1,4 +1,4 @@
-"""The log lines and the plot of a ``task=dpo`` run."""
+"""Formats the log lines and draws the plot of a ``task=dpo`` run."""
 
 from __future__ import annotations
 

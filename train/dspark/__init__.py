@@ -1,7 +1,7 @@
 """The parts of ``task=dspark``, which trains a drafter for speculative decoding.
 
-This package imports ``train.loop`` and the modules that it imports. train/tasks/dspark.py uses these files; each
-imports only those above it:
+This package imports ``train.loop`` and modules that ``train.loop`` imports. train/tasks/dspark.py uses the files of
+this package. Each file imports only files listed above it:
 
     anchors     draws the positions at which the draft blocks of a row begin
     evaluate    measures expected accepted length, acceptance per slot, and calibration

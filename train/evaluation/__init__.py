@@ -1,7 +1,7 @@
-"""Evaluation on held-out rows, and on the tasks of ``task.eval_tasks`` and ``task=eval``. It imports ``train.build``,
-``train.logging`` and the modules that these import.
+"""Evaluation on held-out rows, and on the tasks of ``task.eval_tasks`` and ``task=eval``. This package imports
+``train.build``, ``train.logging`` and modules that these two import.
 
-Read evaluate.py first. Each file imports only those above it:
+Read evaluate.py first. Each file imports only files listed above it:
 
     exact_match    counts the conversations whose whole answer greedy decoding would write
     probe          measures the recall of the indexers

@@ -1,4 +1,4 @@
-"""Evaluation of a language model on held-out rows, for runs that train on text or conversations."""
+"""Evaluates a language model on held-out rows, for runs that train on text or conversations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def evaluate(
     """Evaluate the model on the held-out rows and return the record of the evaluation.
 
     The record contains the cross-entropy in nats per token and in bits per byte, the balance of the expert load, and
-    the recall of the indexers on the first documents. For conversations it also contains the share of answers that are
-    right in every token. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any rank.
-    ``say`` receives lines about the progress of a long evaluation.
+    the recall of the indexers on the first documents. For conversations, the record also contains the share of answers
+    that are right in every token. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any
+    rank. ``say`` receives lines about the progress of a long evaluation.
     """
     with progress("evaluating", len(run.valid_batches), say) as advance:
         return _evaluate(run, stop, advance)

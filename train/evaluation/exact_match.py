@@ -1,7 +1,8 @@
 """Exact match on held-out conversations: whether greedy decoding would write exactly the given answer.
 
 Greedy decoding writes the answer if each token of the answer, EOS included, is the most likely token after all tokens
-before that token. So one forward pass over the conversations is enough, and nothing needs to be generated.
+before that token. Exact match can therefore be computed by one forward pass over the conversations, without generating
+any text.
 """
 
 from __future__ import annotations

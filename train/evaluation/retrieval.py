@@ -5,8 +5,8 @@ multikey    several sentences state the numbers of different names; the prompt a
 
 The text consists of sentences drawn from small word lists, so nothing is downloaded. A prompt has at most the
 configured number of tokens, and is shorter than this number by at most one sentence. The sentence with the number is at
-the configured depth (0: beginning of the text, 1: end), counted in sentences. The other sentences with numbers are at
-random positions.
+the configured depth (0: beginning of the text, 1: end), counted in sentences. In multikey, the sentences with the
+numbers of other names are at random positions.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Scorer:
 
         Tokens are removed from the beginning of prompts that are too long to leave room for an answer. If the model is
         split over processes, all ranks must run the same number of steps, so each answer is generated up to
-        `max_tokens` and cut afterwards.
+        `max_tokens` tokens, and then cut at its end.
 
         Raises:
             Stopped: a rank was asked to stop.

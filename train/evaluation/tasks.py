@@ -114,7 +114,9 @@ def measure(
 
 
 def table(result: Result) -> Iterator[str]:
-    """Format the accuracy of a retrieval task by length (rows) and depth (columns). Other tasks have no table."""
+    """Yield the lines of a table with the accuracy of a retrieval task by length (rows) and depth (columns). For a task
+    of another kind, no line is yielded.
+    """
     cells = result.get("by_length_and_depth", {})
     for number, (length, row) in enumerate(cells.items()):
         if not number:

@@ -1,6 +1,7 @@
-"""Logs and metrics of a run. This package imports ``train.build`` and the modules that it imports.
+"""Writes the logs and the metrics of a run. This package imports ``train.build`` and modules that ``train.build``
+imports.
 
-Read log.py first. Each file imports only those above it:
+Read log.py first. Each file imports only files listed above it:
 
     text       makes text from models and data safe for a terminal and a log file
     records    the metrics of a step or an evaluation, as ``metrics.jsonl`` stores them

@@ -1,4 +1,4 @@
-"""The records of steps and evaluations: plain numbers, as ``metrics.jsonl`` stores them."""
+"""Computes parts of the records of steps and evaluations, which ``metrics.jsonl`` stores as plain numbers."""
 
 from __future__ import annotations
 

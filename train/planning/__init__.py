@@ -3,7 +3,7 @@
 The model is built on the meta device. All numbers follow from the sizes of its tensors, from ``model/count.py`` and
 from the settings ``plan`` and ``parallel.hardware``. The parameters are split over ranks as in ``model/parallel`` with
 a ZeRO stage 0 engine: every rank takes part in data parallelism; the routed experts are split over ``expert_parallel``
-ranks; the rows of the Engram tables, and with ``shard_embeddings`` those of embedding and head, are split over
+ranks; the rows of the Engram tables, and with ``shard_embeddings`` the rows of embedding and head, are split over
 ``table_shards`` ranks. The rows of the blocks' dense matrices are split over ``dense_shards`` ranks, which gather them
 while a block runs. Every rank holds all other parameters. The optimizer state of a parameter is held by only one of the
 ranks that hold the parameter. ``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two
@@ -12,7 +12,7 @@ real processes.
 Images and the temporary tensors of single operations are not counted; the reserve (``ResourcePlan.reserve``) leaves
 memory for such temporary tensors.
 
-Each file imports only those above it:
+Each file imports only files listed above it:
 
     items        the parameters of a run, and the weights, gradients and optimizer state that a rank holds
     job          the model and what is trained, independent of the layout

@@ -80,8 +80,8 @@ class Job:
 
     @cached_property
     def block_matrices(self) -> list[int]:
-        """For each block, the number of elements of those dense matrices whose rows ``parallel.dense_shards`` divides
-        over ranks.
+        """For each block, the number of elements in its dense matrices whose rows are divided over
+        ``parallel.dense_shards`` ranks.
         """
         sizes = [0] * self.model.config.text.num_hidden_layers
         for p in self.parameters:

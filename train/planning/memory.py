@@ -91,8 +91,9 @@ def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
 def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
     """Compute the memory in use during the backward pass of each block, from the last block to the first.
 
-    Counted are the activations that this block and the blocks before it save, those that this block saves when it is
-    recomputed, gradients of activations, the buffers of the expert exchange, and copies of the block's weights.
+    For each block, these are counted: the activations that the block and all earlier blocks save, the activations that
+    the block saves when it is recomputed, gradients of activations, the buffers of the expert exchange, and copies of
+    the block's weights.
     """
     widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
@@ -154,8 +155,8 @@ def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, fl
 def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
     """Compute the bytes per token of the gradients of activations during the backward pass of a block.
 
-    Counted are the gradients of the residual streams before and after a sublayer, and either those of queries and
-    attention output or those of the inputs and hidden values of the experts.
+    Counted are the gradients of the residual streams before and after a sublayer, and the larger of two: the gradients
+    of queries and attention output, or the gradients of the inputs and hidden values of the experts.
     """
     width, k = widths.products, text.num_experts_per_tok
     streams = 2 * widths.streams * text.hc_mult * text.hidden_size
@@ -244,8 +245,8 @@ def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
 def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
     """Compute the memory for gathered dense matrices in the backward pass (``train/distributed/dense.py``).
 
-    Counted are the gathered matrices of the current block, the buffer for those of the next block, the gradients of the
-    current block, and the fp32 gradients of the previous block while they are sent.
+    Counted are the gathered matrices of the current block, the buffer for the matrices of the next block, the gradients
+    of the current block, and the fp32 gradients of the previous block while they are sent.
     """
     if config.parallel.dense_shards == 1:
         return {}

@@ -26,7 +26,7 @@ RESERVE = "reserve"
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """The numbers of a plan. Bytes and FLOPs are those of the rank that needs the most memory, per optimizer step."""
+    """The numbers of a plan. Bytes and FLOPs are given per optimizer step, for the rank that needs the most memory."""
 
     config: Config
     job: Job

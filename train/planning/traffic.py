@@ -17,7 +17,9 @@ OWNED = "dense matrices to their owners and back"
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends, and the share of them that goes to ranks on the same node."""
+    """The bytes that a rank sends (``size``), and the share of these bytes that is sent to ranks on the same node
+    (``inside``).
+    """
 
     size: float
     inside: float
@@ -50,8 +52,9 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
       different row.
     - Output head: if the head is split over ranks, the head is gathered, and its gradient is sent back, in every
       micro-batch.
-    - Gradients: they are summed by a ring all-reduce in fp32 over the ranks that hold the same parameters.
-    - Updated weights: they are sent once around the ring of ranks that hold the same parameters.
+    - Gradients: the gradient of each parameter is summed by a ring all-reduce in fp32 over the ranks that hold the
+      parameter.
+    - Updated weights: each updated parameter is sent once around the ring of ranks that hold the parameter.
     - Dense matrices: if their rows are split (`parallel.dense_shards`), `rows_sent` computes the bytes.
 
     The numbers of tokens, which the ranks exchange before the rows, are not included.

@@ -69,8 +69,9 @@ def remedy(p: ResourcePlan) -> str:
 
 
 def nearest_layout(p: ResourcePlan) -> tuple[Layout, ResourcePlan] | None:
-    """Return the fitting layout on the same number of GPUs that changes the fewest configuration keys, and its plan, or
-    None if no layout fits. Of several such layouts, the one with the most tokens per second is returned.
+    """Return the layout that fits on as many GPUs as the configuration has and changes the fewest configuration keys,
+    and its plan, or None if no layout fits. Of several such layouts, the one with the most tokens per second is
+    returned.
     """
     own = Layout.of(p.config)
     plans = ((layout, plan(layout.applied(p.config), p.job)) for layout in layouts(p.config, p.job, own.gpus))

@@ -103,7 +103,7 @@ def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
 
 
 def empty_batch(shape: Shape) -> Batch:
-    """Return a batch of two padding tokens without targets, for a process that has fewer batches than the others."""
+    """Return a batch of two padding tokens without targets, for a process that has fewer batches than another process."""
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
 

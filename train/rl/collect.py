@@ -59,7 +59,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Which groups of responses are sampled, and how many responses may be unfinished. All counts are per process.
+    """Says which groups of responses are sampled, and how many responses may be unfinished. All counts are per process.
 
     - efforts, sizes: for each group of a prompt, the effort and the number of responses;
     - groups: number of groups in a step;
@@ -83,7 +83,9 @@ class SamplingPlan:
 
     @property
     def outstanding(self) -> int:
-        """Limit for the responses started but not yet trained on, once the groups of a step have been started."""
+        """The largest number of responses that may be started but not yet trained on, once the groups of a step have
+        been started.
+        """
         per_step = self.groups * sum(self.sizes) / len(self.sizes)
         return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
 

@@ -9,8 +9,9 @@ conversations looks like this:
 
 The answer is the highest digit that was read. The number of digits read is mostly random and depends a little on the
 effort. The effort is drawn from 1 to 100; named efforts are more likely. An answer after two digits is usually wrong,
-and an answer after all twelve is right. So the fine-tuned model can reason both briefly and thoroughly, and reasons
-slightly longer at a higher effort. Reinforcement learning then teaches it how long to reason at each effort.
+and an answer after all twelve is right. A model fine-tuned on these conversations can reason both briefly and
+thoroughly, and reasons slightly longer at a higher effort. Reinforcement learning then teaches it how long to reason at
+each effort.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Teachers:
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
         """Pack all responses into batches, each with the responses of one teacher, and run that teacher over them.
 
-        The tensor ``teacher`` (int64 [2]) of a batch holds the number of a task of this teacher, and the index of the
+        The tensor ``teacher`` (int64 [2]) of a batch holds the index of a task of this teacher, and the index of the
         batch's hidden states in ``self.hidden``. The teacher that is already in memory comes first, so with a single
         teacher the checkpoint is loaded only once. Returns the batches, and the counts that ``train.rl.batch.batches``
         returns.
@@ -130,7 +130,7 @@ class Teachers:
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
         """Return the function that computes the losses of a micro-batch in ``train_step``.
 
-        It adds the statistics of the micro-batch to ``sums``.
+        The returned function adds the statistics of the micro-batch to ``sums``.
         """
 
         def losses(batch: Batch, denominators: LossDenominators) -> Losses:

@@ -5,8 +5,8 @@ The reward of a response with ``len`` reasoning tokens under effort b is its tas
     r_len = -min(C_max, k(b) * len / L_norm),    k(b) = k0 * exp(-(b - b_min) / tau),    tau = lambda * mean spacing
 
 where b_min is the lowest trained effort and the mean spacing is the mean distance between neighbouring trained efforts.
-So the lower the effort, the higher the penalty per token. Rewards are compared only inside a group (the responses to
-one prompt under one effort), never between efforts.
+By this formula, the penalty per token is the higher, the lower the effort is. Rewards are compared only inside a group
+(the responses to one prompt under one effort), never between efforts.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each of R tokens that an older policy has drawn; returns [R].
 
     The estimate is q/p - log(q/p) - 1 (the estimator k3, which is never negative) times the importance ratio, where p
-    is the probability under the policy and q under the reference. With this weight, value and gradient are unbiased
-    although an older policy drew the tokens.
+    is the probability under the policy and q under the reference. With the importance ratio as weight, value and
+    gradient of the estimate are unbiased, although an older policy drew the tokens.
     """
     log_quotient = reference - log_probs
     return ratio * (log_quotient.exp() - log_quotient - 1)

@@ -36,7 +36,7 @@ class PolicyGradient:
     def losses_of(self, sums: dict[str, Tensor]) -> Callable[[Batch, LossDenominators], Losses]:
         """Return the function that computes the losses of a micro-batch in ``train_step``.
 
-        It adds the statistics of the micro-batch to ``sums``.
+        The returned function adds the statistics of the micro-batch to ``sums``.
         """
         settings, loss = self.run.rl, self.run.rl.loss
         assert loss is not None  # the rules for task=rl require the section rl.loss

@@ -1,4 +1,4 @@
-"""The log lines, tables and plots of an RL run."""
+"""Formats the log lines and tables, and draws the plots, of an RL run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Studies: comparisons of several training runs, started by ``python -m train.studies NAME``.
 
-This package imports ``train.tasks`` and the modules that it imports. Each file imports only those above it:
+This package imports ``train.tasks`` and modules that ``train.tasks`` imports. Each file imports only files listed above
+it:
 
     settings    the schema of the files in conf/study, which describe the studies
     summary     computes means, differences and verdicts from the metrics of finished runs

@@ -40,7 +40,9 @@ TEMPERATURE = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this command. Returns the exit code: 0, or 2 if the run has no export."""
+    """Measure the drafter of a run, and print and write the results. Returns the exit code: 0, or 2 if the run has no
+    export.
+    """
     parser = argparse.ArgumentParser(prog="python -m train.studies.drafter", description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", default="runs/dspark-demo", help="directory of a finished run")
     parser.add_argument(

@@ -62,8 +62,8 @@ def summarise(
 
 
 def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """Decide whether a claim holds. Returns the fields of the claim, for each seed the measure of the arm ``arm`` minus
-    that of the arm ``than``, and the verdict.
+    """Decide whether a claim holds. Returns a dictionary with the fields of the claim, for each seed the measure of the
+    arm ``arm`` minus the measure of the arm ``than``, and the verdict.
     """
     pairs = [(runs[claim.arm][seed][claim.measure], runs[claim.than][seed][claim.measure]) for seed in runs[claim.arm]]
     deltas = [a - b for a, b in pairs]

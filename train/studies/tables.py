@@ -12,7 +12,7 @@ from train.studies.settings import Study
 
 
 def tables(study: Study, result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Make the tables of a study, each as (caption, header, rows)."""
+    """Make the tables of a study. Returns a tuple (caption, column headers, rows of cells) for each table."""
     found = []
     if result["tuning"]:
         rows = [

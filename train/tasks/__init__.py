@@ -1,4 +1,4 @@
-"""One file for each task. train/__main__.py calls its function ``run(config)``.
+"""The tasks, one file for each task. train/__main__.py calls the function ``run(config)`` of a task's file.
 
 This package may import everything in ``train`` except ``studies``. Tasks do not import each other; `sample` and `asked`
 are not tasks, but helpers that tasks import:

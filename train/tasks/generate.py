@@ -1,4 +1,6 @@
-"""``task=generate``: answers the prompts in a file and writes JSONL. The same command continues an interrupted run."""
+"""``task=generate``: answers the prompts in a file and writes JSONL. Repeating the command continues an interrupted
+run.
+"""
 
 from __future__ import annotations
 

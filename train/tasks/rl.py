@@ -95,7 +95,9 @@ def run(config: Config) -> None:
 
 
 def make_reference(run: Run) -> Reference:
-    """Return the initial policy as a reference: with LoRA the model without its adapter, otherwise a copy of it."""
+    """Return the initial policy as a reference. With LoRA, the reference is the model without its adapter; otherwise it
+    is a copy of the model.
+    """
     if run.config.lora.on:
         return BaseModel(run.model)
     return Copy(copy.deepcopy(run.model).requires_grad_(False))

@@ -70,7 +70,9 @@ class Rewards:
             raise
 
     def submit(self, function: int, record: dict[str, Any], answer: str, reasoning: str) -> Future[Outcome]:
-        """Request the reward of a response from a reward function, given by its index. Returns a future."""
+        """Request the reward of a response from the reward function with index ``function``. Returns a future of the
+        outcome.
+        """
         request = {"function": function, "record": record, "answer": answer, "reasoning": reasoning}
         return self._threads.submit(self._call, request)
 
@@ -164,7 +166,9 @@ class _Worker:
             pipe.flush()
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
-        """Read the process's next line as JSON. Returns None if it takes too long, {} if the process has ended."""
+        """Read the next line that the process writes, as JSON. Returns None if no line comes within ``seconds``, and {}
+        if the process has ended.
+        """
         assert self.process.stdout is not None
         end = time.monotonic() + seconds
         pipe = cast(IO[bytes], self.process.stdout)

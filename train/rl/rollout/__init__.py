@@ -2,7 +2,7 @@
 
 This package imports ``train.distributed``, ``train.errors`` and ``model.generation``.
 
-Read base.py first. Each file imports only those above it:
+Read base.py first. Each file imports only files listed above it:
 
     base       the interface of a rollout, and generation in this process
     servers    connections to inference servers: retries, streams of tokens, loading of weights

@@ -2,8 +2,8 @@
 
 A rollout accepts requests at any time and works on all of them concurrently. The policy may change while responses are
 being written: ``update_weights`` interrupts the responses after their current token, and the responses continue from
-this token with the new weights; the cache and the recorded routing are kept. For every token the version of the policy
-that drew it is stored.
+this token with the new weights; the cache and the recorded routing are kept. For every token, the version of the policy
+that drew the token is stored.
 """
 
 from __future__ import annotations

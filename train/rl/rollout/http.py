@@ -1,10 +1,11 @@
 """Generates responses on inference servers (vLLM, SGLang) while this process trains.
 
 Every process spreads its own requests over all servers and stores the tokens as they arrive. When the weights change,
-all processes interrupt their requests by closing the connections. Together they write the new weights as a checkpoint
-folder, which servers and processes must see under the same path, and rank 0 tells the servers to load it. Then each
-process requests the rest of its responses, with the tokens so far appended to the prompt. In the same way a response
-continues on another server after a failure, and a resumed run continues the responses of its checkpoint.
+all processes interrupt their requests by closing the connections. Together the processes write the new weights as a
+checkpoint folder, which servers and processes must see under the same path, and rank 0 tells the servers to load this
+folder. To continue its responses, each process then sends requests in which the tokens generated so far are appended to
+the prompt. Such requests also continue a response on another server after a failure, and continue the responses of a
+checkpoint in a resumed run.
 """
 
 from __future__ import annotations
@@ -270,8 +271,8 @@ class HttpRollout:
     def _routing(self, server: Server, sample: Sample, routed: Any) -> torch.Tensor:
         """Decode the experts that a server returns as base64 int32. Returns int16 [prompt + tokens - 1, layers, k].
 
-        The experts of all positions are included, also those of tokens written with earlier weights, since the last
-        request processed the whole prompt and all tokens so far again.
+        The returned experts cover all positions, also the tokens written with earlier weights, since the last request
+        processed the whole prompt and all tokens so far again.
         """
         positions = len(sample.request.prompt) + len(sample.tokens) - 1
         shape = (positions, self.limits.layers, self.limits.experts_per_token)
