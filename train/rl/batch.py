@@ -103,7 +103,9 @@ def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
 
 
 def empty_batch(shape: Shape) -> Batch:
-    """Return a batch of two padding tokens without targets, for a process that has fewer batches than another process."""
+    """Return a batch of two padding tokens without targets. A process that has fewer batches than other processes adds
+    such batches.
+    """
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
 
