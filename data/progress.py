@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 QUIET = 2.0  # seconds; no progress is shown for work that takes less time
-LINE_AFTER, LINE_EVERY = 10.0, 30.0  # seconds to the first line, and between lines
+LINE_AFTER, LINE_EVERY = 10.0, 30.0  # seconds before the first progress line, and between progress lines
 
 Advance = Callable[[float], None]
 

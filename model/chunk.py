@@ -79,7 +79,7 @@ def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank:
     row = owner * capacity + torch.arange(len(used)) - begins[owner]
     place = torch.zeros(entries.slots, dtype=torch.int64).index_copy(0, used, row)
     slot = torch.full((ranks * capacity,), -1).index_copy(0, row, used)
-    # the first token of a group may lie before the chunk; every rank computes this for all ranks
+    # an entry's first token may lie before the chunk; every rank computes the first needed token of all ranks
     needed_from = cuts[:-1].clone()
     has = counts > 0
     needed_from[has] = needed_from[has].minimum(first[begins[has]])

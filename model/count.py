@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig, TextConfig
 
-# A parameter belongs to the part whose pattern is the first that occurs in the parameter's name.
+# Pairs (part, pattern). A parameter belongs to the first part whose pattern is found in the parameter's name.
 PARTS = (
     ("vision", r"^(vision|aligner|image_)"),
     ("Engram tables", r"\.engram\.embed\."),
@@ -109,7 +109,7 @@ def _text_config(model: nn.Module) -> TextConfig:
 
 
 def active_parameters(model: nn.Module) -> Active:
-    """The number of parameters that one text token is multiplied with, in decoding and in prefill.
+    """Returns the number of parameters that one text token is multiplied with, in prefill and in decoding.
 
     In decoding, a token is multiplied with the parameters of all blocks (of the routed experts only k of E are
     counted), of the final norm and of the head. In prefill, a token is multiplied with the parameters of the first

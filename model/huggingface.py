@@ -64,7 +64,7 @@ class _Section(PreTrainedConfig):
     released config.json, which are written back unchanged.
     """
 
-    rope_scaling = None  # the released key; in the base class this name is an alias of another key
+    rope_scaling = None  # a key of the released config.json; in the base class this name is an alias of another key
 
     def __init__(self, **released: Any):
         PreTrainedConfig.__init__(self)

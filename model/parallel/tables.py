@@ -74,7 +74,7 @@ class Table(nn.Embedding, Watched):
         self.note((asked < shard.start) | (asked >= shard.stop), asked)
         found = (asked - shard.start).clamp(
             0, len(shard) - 1
-        )  # can only be out of range if the ranks are not at the same point of the program
+        )  # an id can only be out of range if the ranks are not at the same point of the program
         works: list[dist.Work] = []
         values = _Fetch.apply(self.weight, found, receive, send, shard.ranks, works)
         return Lookup(values, index, works[0])

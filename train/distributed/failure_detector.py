@@ -43,7 +43,9 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher hosts it
+    hosts_store = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # else the launcher hosts the store
     reporter = rank == 1 or local_rank == 0
     if not hosts_store:
         missing = f"rank 0 of {size} (nothing at {host}:{port})"

@@ -16,7 +16,7 @@ from train.config.problems import ConfigError
 # Environment variables that each launcher sets: rank, number of processes, rank on this host.
 LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
-FAULTS = (1, 2, 3)  # exit codes of faults that the next start of the run would meet again; see train/__main__.py
+FAULTS = (1, 2, 3)  # exit codes of errors that would occur again if the run were restarted; see train/__main__.py
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from train.config.dpo import DpoConfig
 
 
 def answer_numbers(seq_lens: Tensor, row_length: int) -> Tensor:
-    """Number the answers of a batch. Returns int64 [B, S]: the number of the answer that each token belongs to.
+    """Number the answers of a batch. Returns int64 [B, S]: for each token, the number of the answer that the token
+    belongs to.
 
     The chosen answer of pair p has number 2 p, and the rejected answer 2 p + 1. Padding tokens have number 0; they are
     never supervised.

@@ -22,7 +22,7 @@ from data.tokenizer import special_ids
 from train.config.evaluation import HARNESS_FILE, EvalTask
 from train.evaluation.scorer import Pair, Question, Scorer
 
-MAX_TOKENS = 256  # most tokens in an answer if the task gives no limit
+MAX_TOKENS = 256  # largest number of tokens in an answer if the task gives no limit
 RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that have no formula for it
 
 
@@ -110,7 +110,7 @@ def _same_random_state() -> Iterator[None]:
 
 
 class _Model(TemplateLM):
-    """Presents a `Scorer` to the library as a model.
+    """Presents a `Scorer` as a model of lm-evaluation-harness.
 
     Every rank passes the same requests to the scorer. The scorer divides the requests over the ranks, and each rank
     gets all results.

@@ -12,7 +12,7 @@ from model import ModelConfig
 from train.config.schema import Config
 from train.planning.job import Job
 
-EXPERT_SPLITS = 4  # the largest divisors of the number of experts that are tried for each number of GPUs
+EXPERT_SPLITS = 4  # for each number of GPUs, the 4 largest allowed values of expert_parallel are tried
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     if layout.shard_embeddings:
         words, both = batches * min(tokens, text.vocab_size), 2 if _trains(items, "embedding and head") else 1
         sent["all-to-all, embedding"] = Sent(words * (8 + both * FP32 * text.hidden_size) * shard, table)
-        gathered = FP32 if settings(config).job == "distill" else width  # as `head_bytes` says
+        gathered = FP32 if settings(config).job == "distill" else width  # see `memory.head_bytes`
         head = batches * (gathered + FP32 * (both - 1)) * text.vocab_size * text.hidden_size * shard
         sent["head gathered, its gradient"] = Sent(head, table)
     sent |= within_rows(config, job, batches * tokens) | rows_sent(config, items, batches, width)

@@ -43,7 +43,7 @@ def smallest_context(p: ResourcePlan) -> str:
 
 
 def remedy(p: ResourcePlan) -> str:
-    """Return a text that says which changes would make a layout fit that does not fit."""
+    """Return a text for a layout that does not fit, which says which changes would make the job fit."""
     lengths = {choice: longest_rows(p, choice) for choice in (False, True)}
     shorter = [
         f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"

@@ -28,7 +28,7 @@ from train.loop import train_step
 from train.rl.batch import Scored, Shape, batches, empty_batch
 
 TOKENS_PER_ANCHOR = 8
-INPUTS = ("input_ids", "labels", "seq_lens")  # tensors of a response batch that the drafter uses
+INPUTS = ("input_ids", "labels", "seq_lens")  # tensors of a response batch that the drafter takes
 ROWS = 2**20  # more rows than a process has in a step, so that row numbers, which seed the anchors, do not repeat
 
 

@@ -38,7 +38,7 @@ class Outcome:
     reward: float
     failure: str | None = None
     detail: str = ""
-    called: bool = True  # False for a response that was cut off: its function is not called
+    called: bool = True  # False for a response that was cut off; no reward function is called for it
 
 
 class Rewards:
