@@ -77,9 +77,11 @@ def load_offloaded(
     runtime: ForwardOptions | None = None,
 ) -> tuple[DeepseekV41, dict[str, Place]]:
     """Load a checkpoint folder like `load_where_it_fits`, but without checking whether the main device has room for the
-    whole model, so the returned model is always frozen.
+    whole model; the returned model is always frozen and in evaluation mode.
 
-    budgets: maximum bytes to use in each place; the first place is the main device.
+    budgets: maximum bytes to use in each place; the first place is the main device. The other arguments, the results
+    and the errors are those of `load_where_it_fits`. Also raises ValueError for `runtime.decoder_replay`, which is not
+    supported with offloaded weights.
     """
     folder = Path(folder)
     config, main = ModelConfig.load(folder), next(iter(budgets), "cpu")
@@ -138,15 +140,15 @@ def part_sizes(model: DeepseekV41) -> dict[str, int]:
 
 
 def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dict[str, Place]:
-    """Choose where to store each part of a model: first the blocks in order, then the Engram tables, each in the first
-    place that has room.
+    """Choose where to store each part of a model: first the blocks in order, then the Engram tables, each part in the
+    first place that has room for it. Engram tables are stored only on the main device, in host memory or on disk.
 
     sizes: the bytes of each part, as `part_sizes` returns them. budgets: the bytes that may be used in each place; the
     first place is the main device. Returns the place of each part.
 
-    The main device also holds the part "" (everything except blocks and Engram tables). If it is a GPU that has no room
-    for all blocks, memory for a copy of the largest block is reserved there. Raises ValueError if the main device has
-    too little memory for the part "" and this reserve.
+    The main device also holds the part "" (everything except blocks and Engram tables). If the main device is a GPU
+    without room for all parts, memory for a copy of the largest block is reserved on the main device. Raises ValueError
+    if the main device has too little memory for the part "" and this reserve.
     """
     main, *others = budgets
     parts = sorted((name for name in sizes if name), key=lambda name: name.endswith("embed"))  # stable: blocks first
