@@ -20,8 +20,10 @@ Effort = Any  # effort name or 1-100; bools are rejected by `effort_budget`
 class RlTask:
     """One RL task: where its prompts come from, and which function rewards the responses."""
 
-    prompts: str  # a JSONL file of records, or a function that draws a record; see train/rl/prompts.py
-    reward: str  # the reward function, as module:function; see train/rl/rewards/pool.py
+    # A JSONL file of records, or a function that draws a record, named as path/to/file.py:function or
+    # package.module:function; see train/rl/prompts.py.
+    prompts: str
+    reward: str  # the reward function, as path/to/file.py:function or package.module:function
     held_out: str | None = None  # prompts for evaluation; null: draw from the function, or use the training records
     teacher: str | None = None  # task=distill: checkpoint of the teacher for this task, named as in init_from
 

@@ -149,7 +149,7 @@ def _plain(record: Any) -> Any:
 
 def _read(path: Path, check: Check) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise DataError(str(path), 0, "missing file", "rl.tasks: prompts must be a JSONL file or module:function")
+        raise DataError(str(path), 0, "missing file", "rl.tasks: prompts must be a JSONL file or file.py:function")
     records = []
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
