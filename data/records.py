@@ -93,8 +93,8 @@ def _parsed(raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
 
 
 def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Read a JSON file that holds a list of records, a single record, or one record per line. A place is a tuple
-    (number of records before it,).
+    """Read a JSON file that holds a list of records, a single record, or one record per line. The place of
+    a record is a tuple (number of records before it,).
     """
     if len(start) == 2:
         yield from _lines(path, start, policy, columns)
@@ -122,8 +122,8 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
 
 
 def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Read a Parquet file. A place is a tuple (number of rows before it,). Row groups that end before the start are
-    skipped.
+    """Read a Parquet file. The place of a record is a tuple (number of rows before the record,). Row groups that end
+    before the start are skipped.
     """
     import pyarrow
     import pyarrow.parquet
@@ -147,8 +147,8 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
 
 
 def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Read an Arrow file, or an Arrow stream such as the `datasets` library writes. A place is a tuple (number of rows
-    before it,).
+    """Read an Arrow file, or an Arrow stream such as the `datasets` library writes. The place of a record is a tuple
+    (number of rows before the record,).
     """
     import pyarrow
 

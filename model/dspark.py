@@ -60,9 +60,10 @@ BINS = 10  # number of bins of the predicted acceptance, to measure its calibrat
 
 
 class DraftLayout(NamedTuple):
-    """The context keys and positions of N blocks of drafts. places int64 [N, W]: the row numbers of their context keys
-    among the keys that a stage is given; hidden bool [N, W]: true where there is no key (before the document or outside
-    the window); phasors fp32 [N*B, rope/2, 2]: the RoPE factors of the drafts.
+    """Which context keys each of N blocks of B drafts attends to, and the RoPE factors of the drafts. places int64 [N,
+    W], W the window: for each block, the rows of its context keys in the key tensor that a layer of the drafter is
+    given; hidden bool [N, W]: true where there is no key (before the document or outside the window); phasors fp32
+    [N*B, rope/2, 2]: the RoPE factors of the drafts.
 
     image: is None because routers read it and drafts are always routed as text, with the router's `bias`, even after an
     image.

@@ -1,4 +1,4 @@
-"""Counts the denominators of the losses over a whole optimizer step, under transformers' trainers.
+"""Counts the tokens of a whole optimizer step that its losses are divided by, for the trainers of transformers.
 
 A loss that is a mean must be divided by the number of tokens in the whole step, but a micro-batch alone does not know
 how many tokens the other micro-batches and processes of its step have. Trainers collect the micro-batches of a step

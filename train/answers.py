@@ -92,7 +92,7 @@ def own_answers(
     All processes call this function together; each process generates a share of the conversations.
 
     Args:
-        drafter: speeds up the generation by speculative decoding; None generates without drafter.
+        drafter: speeds up the generation by speculative decoding; if it is None, there is no drafter.
         origin: the folder that the model was loaded from.
 
     Raises:

@@ -195,7 +195,7 @@ class Step:
     def _entries(self, ratio: int) -> Entries:
         """The `Entries` of one compression ratio. Phasors and members are given for new entries only; members are row
         numbers in the concatenation of open groups [B * r] and new tokens [T]. Each query gets its range of visible
-        slots, where the pages of sequence b occupy the slots from b * own on.
+        slots; every sequence has the same number of slots (`own` below), those of sequence b behind those of b - 1.
         """
         own = self.pages.shape[1] * self.cache.page_tokens // ratio
         owner, number = self._new_entries(ratio)
@@ -339,8 +339,9 @@ class Step:
 
     @once_a_ratio
     def open_writes(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """The new tokens in compression groups that stay open, and the rows of the store where they go. A token's row
-        depends on its number in its group, so the tokens of completed groups are overwritten later and never read.
+        """The new tokens whose compression groups are still incomplete after this step, and the rows of the cache's
+        store of open groups into which they are written. A token's row depends on its number in its group, so the
+        tokens of completed groups are overwritten later and never read.
         """
         end = (self.host_past + self.host_kept)[self.document]
         kept = ((self.position < end) & (self.position >= end // ratio * ratio)).nonzero().flatten()

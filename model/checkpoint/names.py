@@ -90,7 +90,7 @@ class TensorShard(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """The rows of all tiles (see `packing_of`) that contain at least one row of this process."""
+        """The rows of this process, extended to whole tiles (see `packing_of`)."""
         packing = packing_of(self.name) if self.divided else None
         height = 1 if packing is None else packing.tile_rows
         return slice(

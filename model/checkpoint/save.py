@@ -107,8 +107,9 @@ def save_pretrained(
 
 
 def _whole(part: TensorShard, ranks: RankGroup) -> TensorShard:
-    """Gather a matrix whose rows are divided over several processes at the process that writes it, because only whole
-    tiles can be quantised. All `ranks` must call this function together; the matrices are distributed evenly over them.
+    """Collect a matrix, whose rows are divided over several processes, on the process that writes it: a tile is
+    quantised whole and can have rows of two processes. All `ranks` must call this function together; the matrices are
+    distributed evenly over them.
     """
     assert part.tensor is not None, "every process has a tensor, which may be empty, of a row-divided matrix"
     keepers, writer = part.copies, part.number % ranks.size

@@ -27,7 +27,7 @@ RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that ha
 
 
 class Loaded:
-    """A task of the library, or a group of tasks, with its data.
+    """A task of lm-evaluation-harness, or a group of tasks, with its data.
 
     Raises:
         ValueError: there is no task of this name, or its data cannot be read.
@@ -74,7 +74,9 @@ def _load(name: str) -> Any:
 
 
 def _measures(values: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task. The library names them "metric,filter"; the filter "none" is left out here."""
+    """Return the metrics of a task. lm-evaluation-harness names a metric "metric,filter"; the filter "none" is left out
+    here.
+    """
     found = {}
     for name, value in values.items():
         if isinstance(value, int | float) and "," in name:

@@ -33,7 +33,7 @@ class Parameter:
 
     - part: a name in `model.count.PARTS`, or "adapter";
     - method: the optimizer method that updates the parameter; None if the parameter is not trained;
-    - blocks: (count, rows) pairs of the matrices in the parameter that Muon updates separately;
+    - blocks: the matrices that Muon updates separately, as pairs: (n, rows) stands for n matrices of that many rows;
     - packing: the packed format of a frozen weight in memory; None if the weight is not packed;
     - divided: whether the rows of the parameter are split over `parallel.dense_shards` ranks.
     """

@@ -59,8 +59,8 @@ class Job:
     @cached_property
     def copied(self) -> list[tuple[int, bool, bool, int]]:
         """The weights that bf16 autocast copies, each as a tuple (layer number, whether the weight belongs to routed
-        experts, whether its rows are divided over ranks, number of elements). Packed weights are not included, because
-        autocast does not copy them.
+        experts, whether its rows are divided over ranks, number of elements). Autocast does not copy packed
+        weights, so the list has none.
         """
         known = {p.name: p for p in self.parameters}
         copies = ((known[name], parameter.numel()) for name, parameter in count.autocast_copies(self.model))

@@ -222,7 +222,7 @@ class Collector:
 
 
 def encoded(record: dict[str, Any], effort: int, plan: SamplingPlan, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the token ids of a record's prompt under an effort.
+    """Return the token ids of a record's prompt, rendered for a reasoning effort.
 
     Raises:
         DataError: the record is malformed.

@@ -7,9 +7,9 @@ conversations looks like this:
 
     052g:a3b3c4d4e4f9g9       effort 52; read as far as g; the highest digit up to a, up to b, ...
 
-The answer is the highest digit that was read. The number of digits read is mostly random and depends a little on the
-effort. The effort is drawn from 1 to 100; named efforts are more likely. An answer after two digits is usually wrong,
-and an answer after all twelve is right. A model fine-tuned on these conversations can reason both briefly and
+The answer is the highest digit that was read. How many digits the reasoning reads is mostly random and depends a little
+on the effort. The effort is drawn from 1 to 100; named efforts are more likely. An answer after two digits is usually
+wrong, and an answer after all twelve is right. A model fine-tuned on these conversations can reason both briefly and
 thoroughly, and reasons slightly longer at a higher effort. Reinforcement learning then teaches it how long to reason at
 each effort.
 """

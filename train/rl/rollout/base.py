@@ -27,7 +27,7 @@ class Rollout(Protocol):
         """Number of unfinished requests."""
 
     def submit(self, request: Request) -> int:
-        """Accept a request for a response. Returns the id of its sample."""
+        """Queue a request to generate a response. Returns the id of its sample."""
 
     def poll(self) -> list[Sample]:
         """Return the samples that have finished since the last call; the list may be empty.
