@@ -63,6 +63,8 @@ def load_where_it_fits(
     given = get_max_memory(None if max_memory is None else dict(max_memory))
     budgets = {place: int(size) for place, size in given.items() if place != DISK and size}
     main = next(iter(budgets), "cpu")
+    if isinstance(main, int) and not torch.cuda.is_available():
+        raise ValueError(f'max_memory names GPU {main}, but no GPU can be used here; leave GPUs out: {{"cpu": "8GiB"}}')
     whole = allocate_model(ModelConfig.load(folder), runtime, None, "meta", dtype)
     if sum(part_sizes(whole).values()) <= budgets.get(main, 0):
         return load_pretrained(folder, dtype=dtype, device=device_of(main), runtime=runtime), {"": main}

@@ -112,7 +112,7 @@ def test_every_parameter_after_ten_steps_is_that_of_one_process(pairs: Pairs) ->
 def test_matrices_kept_by_rows_change_no_bit_on_two_processes(results: Pairs) -> None:
     """With one pass a step: of several, the sums are taken in another order."""
     for case, (divided, _) in results.items():
-        name, layout = case.split("@")
+        name, _, layout = case.partition("@")
         whole = results.get(f"{name}@{layout.replace('d2', '')}", (None,))[0]
         if "d" not in layout or whole is None or name in ("passes", "both", "long") or len(divided["state"]) > 2:
             continue

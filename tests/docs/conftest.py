@@ -75,6 +75,6 @@ def _write_data(folder: Path) -> None:
         (folder / name).write_text(chats, encoding="utf-8")
     for name in ("my.jsonl", "math.jsonl", "code.jsonl", "prompts.jsonl"):
         (folder / name).write_text(json.dumps({"prompt": "2 plus 3?", "sum": "5"}) + "\n", encoding="utf-8")
-    pairs = (json.dumps({"prompt": f"{n} plus 3?", "chosen": "5", "rejected": "six"}) + "\n" for n in range(64))
-    (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
+    preferences = (json.dumps({"prompt": f"{n} plus 3?", "chosen": "5", "rejected": "six"}) + "\n" for n in range(64))
+    (folder / "preferences.jsonl").write_text("".join(preferences), encoding="utf-8")
     (folder / "my.py").write_text(REWARD, encoding="utf-8")

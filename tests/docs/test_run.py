@@ -94,7 +94,9 @@ def _task(overrides: list[str]) -> str:
 def _sizes(overrides: list[str]) -> list[str]:
     """What makes the run of a command tiny without changing what it shows."""
     task, started = _task(overrides), any(word.startswith("init_from=") for word in overrides)
-    if task in ("convert", "merge", "plan", "chat", "generate") or any(word.startswith("--") for word in overrides):
+    if task in ("convert", "merge", "plan", "chat", "generate", "eval") or any(
+        word.startswith("--") for word in overrides
+    ):
         return []
     extra = [*TINY, *SMALL_RUN]
     if task in ("rl", "distill"):
@@ -107,5 +109,9 @@ def _sizes(overrides: list[str]) -> list[str]:
         return [*extra, "task.seq_len=64", "data.validation_share=0.3", "data.validation_rows=4"]
     if "data.source=image_text" in overrides:  # needs a vision tower, and has too little text for a tokenizer
         return [*extra, "data.tokenizer=FOLDER", "model.text_config.vocab_size=4096", "data.validation_share=0.3"]
+    if any(word.startswith("task.eval_tasks=") for word in overrides):
+        extra.append("model.text_config.max_position_embeddings=2048")  # its prompts have 1,024 tokens and more
+    if any(word.startswith("data.vocab_size=") for word in overrides):
+        extra.append("data.vocab_size=600")
     named = any(word.startswith("data.source=") for word in overrides)
     return [*extra, *OWN_MODEL, "data.validation_share=0.3", "data.validation_rows=4", *([] if named else OWN_TEXT)]

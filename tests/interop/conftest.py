@@ -183,8 +183,9 @@ def greedy(model: DeepseekV41, prompt: list[int], count: int) -> list[int]:
     return sample.tokens
 
 
-def assert_agree(ours: Tensor, theirs: Tensor, tolerance: float = 1e-3) -> None:
-    """Logits [..., V]: the likeliest token is the same, and they are equal within `tolerance`, but for few tokens.
+def assert_agree(ours: Tensor, theirs: Tensor, tolerance: float = 1e-3, share: float = 0.9) -> None:
+    """Logits [..., V]: the likeliest token is the same, and they are equal within `tolerance` for at
+    least `share` of the tokens.
 
     Prints what was found (`make interop ARGS=-s`). A rounding difference of 1e-7 may take a value of an FP4 group to
     the next one, which moves a token's logits more.
@@ -193,5 +194,5 @@ def assert_agree(ours: Tensor, theirs: Tensor, tolerance: float = 1e-3) -> None:
     largest, median = difference.max(), difference.median()
     print(f"\nlogits of {len(difference)} tokens: largest difference {largest:.1e}, median of tokens {median:.1e}")
     assert median <= tolerance / 10, f"median {median}"
-    assert (difference <= tolerance).float().mean() >= 0.9, f"{(difference > tolerance).sum()} of {len(difference)}"
+    assert (difference <= tolerance).float().mean() >= share, f"{(difference > tolerance).sum()} of {len(difference)}"
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.98

@@ -32,7 +32,7 @@ from tests.model.tiny import (  # noqa: F401
 
 pytestmark = pytest.mark.distributed
 
-NOISE = {"atol": 2e-6, "rtol": 2e-5}
+NOISE = {"atol": 5e-6, "rtol": 2e-5}  # of sums that four ranks take in other orders; 2.7e-6 was measured
 # Of tiny.py: a window of 6 tokens, groups of 2 tokens and of 1; with 32 tokens on two ranks the cut is before token 16.
 ROWS: dict[str, list[list[int]]] = {
     "one document": [[32]],

@@ -68,7 +68,7 @@ def test_a_part_is_loaded_from_its_own_rows(folder: Path, kind: str, monkeypatch
 
 
 def test_a_part_alone_is_not_saved(tmp_path) -> None:
-    with pytest.raises(ValueError, match="spread over 4 processes; all must save it together, not 1"):
+    with pytest.raises(ValueError, match="split over 4 processes, so all of these must save it together, not 1"):
         save_pretrained(part_of_a_model(), tmp_path / "m")
     assert not list(tmp_path.iterdir())
 

@@ -163,7 +163,7 @@ def test_complete_run_only_reports(make_config, whole: Config, capsys: pytest.Ca
 
 def test_other_settings_are_refused_by_key(make_config, whole: Config) -> None:
     with pytest.raises(
-        ConfigError, match=r"task\.seq_len: 64 -> 32\n *The run in .*whole was trained with the first values"
+        ConfigError, match=r"task\.seq_len: 64 -> 32\n *The run in .*whole was trained with the values on the left"
     ):
         pretrain.run(make_config("name=whole", f"output={whole.run_dir.parent}", "task.seq_len=32"))
 

@@ -238,7 +238,9 @@ def check_same(job: Job) -> None:
     """Raise StudyError if the job's folder holds a run, finished or not, that was trained with other settings."""
     path = job.config.run_dir / "config.yaml"
     if path.exists():
-        changed = relevant(differences(yaml.safe_load(path.read_text(encoding="utf-8")), job.config))
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        trained_in = saved["parallel"]["precision"]  # what "auto" was when the run was trained
+        changed = relevant(differences(saved, job.config.with_precision(trained_in)))
         if changed:
             shown = "; ".join(f"{key}: trained with {old}, now {new}" for key, old, new in changed)
             raise StudyError(

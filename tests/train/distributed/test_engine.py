@@ -51,7 +51,7 @@ def test_half_an_environment_is_refused() -> None:
 
 def test_a_lone_process_cannot_be_several(make_config) -> None:
     layout = make_config("parallel.world_size=2").parallel
-    with pytest.raises(ConfigError, match=r"world_size = 2: 1 process was started\. Start as many \(torchrun"):
+    with pytest.raises(ConfigError, match=r"world_size = 2: 1 process was started\. Start that number \(torchrun"):
         launch(layout)
 
 
@@ -245,7 +245,7 @@ def test_ranks_that_end_in_order_are_not_missed(detectors) -> None:
 
 PROGRAM = """
 import atexit, os, sys, torch
-from train.config.schema import ParallelConfig
+from train.config.schema import HardwareConfig, ParallelConfig
 from train.distributed.engine import Engine
 from train.distributed.launch import launch
 from train.distributed.launchers import run_to_the_end
@@ -259,7 +259,8 @@ atexit.register(print, "exit functions")
 
 def main():
     if os.environ["WORLD_SIZE"] == "1":
-        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, 1, None, 20.0, 600.0, 1800.0, None))
+        hardware = HardwareConfig(8, 1.0, 1.0, 1.0, 1.0, 1.0)
+        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, 1, 1, None, 20.0, 600.0, 1800.0, hardware))
         model = torch.nn.Linear(2, 2)
         engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
         engine.backward(model(torch.ones(1, 2)).sum(), last=True), engine.reduce(), engine.step()

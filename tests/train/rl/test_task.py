@@ -397,7 +397,7 @@ def test_the_section_is_for_its_task_only(make_config) -> None:
     given += "length: {c_max: 1.0, k0: 1.0, l_norm: 1.0, spread: 1.0}, staleness: 1, ahead: 0.0, in_flight: 2, "
     given += "loss: {clip_low: 0.1, clip_high: 0.1, off_policy_threshold: null, kl: 0.0}, "
     given += "reward_workers: 1, reward_seconds: 1.0, "
-    given += "eval_prompts: 1, eval_efforts: [1]}"
+    given += "eval_prompts: 1, eval_efforts: [1], drafter: false, drafter_lr_factor: 1.0}"
     with pytest.raises(ConfigError, match="rl = .*: has no effect with task=pretrain"):
         make_config(f"rl={given}")
 

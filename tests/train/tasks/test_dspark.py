@@ -27,7 +27,7 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.dspark.anchors import HELD_OUT, candidates, with_anchors
 from train.dspark.evaluate import evaluate, measures
-from train.logging.wandb import scalars
+from train.logging.records import scalars
 from train.studies import drafter as study
 from train.tasks import dspark, pretrain
 
