@@ -20,13 +20,13 @@ from ranks import Group
 pytestmark = pytest.mark.distributed
 
 PRODUCT = ("plain", "passes", "recompute", "both")
-QUICK = ("passes@1", "recompute@2", "recompute@2d2", "long@2c2")
+QUICK = ("recompute@2", "recompute@2d2", "long@2c2")
 LAYOUTS = {
     "2 processes, some cases": (2, QUICK),
     "1 process": (1, PRODUCT[1:]),
     "2 processes, the others": (
         2,
-        ["plain@1", "recompute@1", "both@1", "plain@2", "passes@2", "both@2", "images@2", "defaults@2"]
+        ["plain@1", "passes@1", "recompute@1", "both@1", "plain@2", "passes@2", "both@2", "images@2", "defaults@2"]
         + ["plain@1d2", "both@2d2", "images@2d2", "defaults@2d2", "bf16@2", "bf16@2d2"],
     ),
     "4 processes": (

@@ -218,6 +218,7 @@ def harness_task(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_task_file_of_the_harness(compose_raw, folder: Path, harness_task: Path, run: Run, scorer, tmp_path, capsys):
     """Its accuracy is that of direct likelihoods."""
     options = [f"init_from={folder}", f"tasks=[{harness_task}]", f"dst={tmp_path}/e.json"]
@@ -238,6 +239,7 @@ def test_a_task_file_of_the_harness(compose_raw, folder: Path, harness_task: Pat
         evaluation.run(parse(compose_raw("task=eval", f"init_from={folder}", "tasks=[arc_eazy]")))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_task_file_of_the_harness_during_training(make_config, harness_task: Path) -> None:
     """No loss is another, and the random numbers that follow are the same."""
