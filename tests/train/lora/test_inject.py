@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from model import load_pretrained, save_pretrained
-from tests.model.tiny import no_rounding  # noqa: F401
+from model import ForwardOptions, Request, load_pretrained, save_pretrained
+from model.generation import generate
+from tests.model.tiny import no_rounding, tiny_drafter  # noqa: F401
 from tests.train.tasks.test_sft import write_chats
 from train import loop
 from train.build import Run, build
 from train.config.parse import parse
 from train.config.problems import ConfigError
-from train.config.schema import Config, Conversion, SmallTask
+from train.config.schema import Config, Conversion, LoraConfig, SmallTask
 from train.errors import InputError
 from train.lora import inject, peft_format
 from train.lora.targets import LORA_TARGETS
@@ -288,3 +289,20 @@ def test_a_base_that_was_trained_on_meanwhile_is_not_continued_on(make, base: Pa
               mine / "model.safetensors")  # fmt: skip
     with pytest.raises(ConfigError, match=f"now means {mine}, but this run began with {mine}, which has other weights"):
         pretrain.run(make("name=dependent", f"init_from={mine}", "task.tokens=3000"))
+
+
+@pytest.mark.usefixtures("no_rounding")
+def test_a_model_with_an_adapter_decodes_with_a_drafter() -> None:
+    """Greedy samples are those without the drafter, and not those of the model without the adapter."""
+    drafter = tiny_drafter(ForwardOptions(kv_quant=False))
+    requests = [Request(tuple(range(3, 3 + length)), 12, temperature=0) for length in (1, 5, 12, 40)]
+    before = generate(drafter.backbone, requests)
+    inject.add_adapter(drafter.backbone, LoraConfig(["attention", "experts", "head"], 4, 8.0, 0.0), 0)
+    with torch.no_grad():
+        for parameter in inject.trained_parameters(drafter.backbone).values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    drafter.backbone.eval()
+    plain, own = generate(drafter.backbone, requests), generate(drafter.backbone, requests, drafter=drafter)
+    assert [sample.tokens for sample in own] == [sample.tokens for sample in plain]
+    assert [sample.tokens for sample in plain] != [sample.tokens for sample in before]
+    assert all(len(sample.accepted) > 0 for sample in own)
