@@ -101,18 +101,38 @@ def balance_routers(run: Run, load: torch.Tensor) -> None:
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until ``task.tokens`` tokens are trained (see ``repeat``)."""
-    batches = iter(run.train_batches)
 
-    def step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        if run.world.any(stopped()):
-            return None
-        started = time.perf_counter()
-        micro_batches = [run.prepare(next(batches)) for _ in range(run.micro_batches)]
-        waited = time.perf_counter() - started
+    def step(micro_batches: list[Batch], waited: float, started: float) -> dict[str, Any]:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    repeat(run, state, reporter, step, partial(evaluate, run, say=reporter.log), run.save)
+    take = over_batches(run, step, run.prepare)
+    repeat(run, state, reporter, take, partial(evaluate, run, say=reporter.log), run.save)
+
+
+def over_batches(
+    run: Run,
+    step: Callable[[list[Batch], float, float], dict[str, Any]],
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Callable[[Callable[[], bool]], dict[str, Any] | None]:
+    """Return a function for ``repeat`` that reads the micro-batches of this process from ``run.train_batches`` and
+    takes a step on them.
+
+    Args:
+        step: takes the step and returns its record. Its arguments are the micro-batches, the seconds spent reading
+            them, and the time at which reading began.
+        prepare: applied to every micro-batch as it is read; its time counts as reading.
+    """
+    batches = iter(run.train_batches)
+
+    def take(stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        if run.world.any(stopped()):
+            return None
+        started = time.perf_counter()
+        read = [prepare(next(batches)) for _ in range(run.micro_batches)]
+        return step(read, time.perf_counter() - started, started)
+
+    return take
 
 
 def repeat(
@@ -238,24 +258,45 @@ def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
 
 def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
     """Add a finished step to the counters in ``state`` and return the step's record for the log."""
-    real = int(numbers["num_tokens"])
-    seconds = time.perf_counter() - started
-    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
-    queries, targets = numbers["index_queries"].clamp(min=1), int(numbers["supervised"])
+    common, targets = advance(run, state, numbers, waited, started), int(numbers["supervised"])
     return {
-        "step": state.step,
-        "tokens": state.tokens,
+        **common,
         "loss": float(numbers["lm_sum"]) / targets
         if targets
         else None,  # None: conversations were cut so short that no target token is left
         "total_loss": float(numbers["total"]),
+        **layer_record(numbers),
+        **({"sources": sources} if (sources := run.train_batches.sources()) else {}),
+    }
+
+
+def advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
+    """Add a finished step to the counters in ``state``. Returns the part of its record that the steps of all tasks on
+    ``run.train_batches`` have.
+
+    numbers: from ``train_step``. waited: seconds spent reading. started: when the step began (``time.perf_counter``).
+    """
+    real = int(numbers["num_tokens"])
+    seconds = time.perf_counter() - started
+    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
+    return {
+        "step": state.step,
+        "tokens": state.tokens,
         "grad_norm": float(numbers["grad_norm"]),
         "lr": numbers["lr"],
         "tokens_per_second": real / seconds,
         "data_wait": waited / seconds,
         "seconds": seconds,
         "memory_gib": memory_gib(run.device),
+    }
+
+
+def layer_record(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the KL divergence of every indexer and the expert load of every layer, from the numbers of
+    ``train_step``.
+    """
+    queries = numbers["index_queries"].clamp(min=1)
+    return {
         "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
         "expert_load": load_record(numbers["expert_load"]),
-        **({"sources": sources} if (sources := run.train_batches.sources()) else {}),
     }

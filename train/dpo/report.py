@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.dpo.objective import PreferenceObjective
-from train.logging.log import Reporter
+from train.logging.log import Reporter, speed_fields
 from train.logging.plot import Panel, Series, draw
 
 DRAWN = ("loss", "accuracy", "margin")
@@ -20,16 +20,7 @@ class PreferenceReporter(Reporter):
     drawn = ("kind", "tokens", *DRAWN)
 
     def step_line(self, record: Mapping[str, Any]) -> str:
-        return " ".join([
-            f"step={record['step']}",
-            _measured(record),
-            f"grad_norm={record['grad_norm']:.3f}",
-            f"lr={record['lr']:.3e}",
-            f"tokens={record['tokens']}",
-            f"tok/s={record['tokens_per_second']:.0f}",
-            f"data_wait={record['data_wait']:.1%}",
-            f"mem={record['memory_gib']:.2f}GiB",
-        ])  # fmt: skip
+        return " ".join([f"step={record['step']}", _measured(record), *speed_fields(record)])
 
     def evaluation_line(self, record: Mapping[str, Any]) -> str:
         return f"step={record['step']} held out: {_measured(record)} seconds={record['seconds']:.1f}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.logging.log import Reporter, shown
+from train.logging.log import Reporter, shown, speed_fields
 from train.logging.plot import Panel, Series, draw
 
 
@@ -39,12 +39,7 @@ def step_line(record: Mapping[str, Any]) -> str:
     return " ".join([
         f"step={record['step']}",
         _measured(record),
-        f"grad_norm={record['grad_norm']:.3f}",
-        f"lr={record['lr']:.3e}",
-        f"tokens={record['tokens']}",
-        f"tok/s={record['tokens_per_second']:.0f}",
-        f"data_wait={record['data_wait']:.1%}",
-        f"mem={record['memory_gib']:.2f}GiB",
+        *speed_fields(record),
         *([f"load={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}"] if load else []),
     ])  # fmt: skip
 

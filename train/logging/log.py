@@ -192,6 +192,20 @@ def step_line(record: Mapping[str, Any]) -> str:
     parts = [
         f"step={record['step']}",
         f"loss={shown(record['loss'], '.4f')}",
+        *speed_fields(record),
+    ]
+    if record["index_kl"]:
+        parts.append("index_kl=" + ",".join(f"{value:.1e}" for value in record["index_kl"]))
+    for modality, load in record["expert_load"].items():
+        parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
+    return " ".join(parts)
+
+
+def speed_fields(record: Mapping[str, Any]) -> list[str]:
+    """Return the ``key=value`` pairs that the step lines of all tasks on packed rows have: the size of the update, the
+    number of tokens, speed and memory.
+    """
+    return [
         f"grad_norm={record['grad_norm']:.3f}",
         f"lr={record['lr']:.3e}",
         f"tokens={record['tokens']}",
@@ -199,11 +213,6 @@ def step_line(record: Mapping[str, Any]) -> str:
         f"data_wait={record['data_wait']:.1%}",
         f"mem={record['memory_gib']:.2f}GiB",
     ]
-    if record["index_kl"]:
-        parts.append("index_kl=" + ",".join(f"{value:.1e}" for value in record["index_kl"]))
-    for modality, load in record["expert_load"].items():
-        parts.append(f"load_{modality}={max(load['max_over_mean']):.2f}/{min(load['entropy']):.3f}")
-    return " ".join(parts)
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:

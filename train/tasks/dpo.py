@@ -9,8 +9,6 @@ the checkpoint is quantised.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,9 +21,8 @@ from train.config.schema import Config
 from train.dpo.evaluate import evaluate, inputs_of, means, objective_of, prepared
 from train.dpo.report import PreferenceReporter
 from train.errors import user_errors
-from train.logging.log import Reporter, memory_gib
-from train.logging.records import load_record
-from train.loop import repeat, train_step
+from train.logging.log import Reporter
+from train.loop import advance, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
 from train.rl.reference import BaseModel, Copy, Reference, load_frozen
 from train.run import begin, report_files, run_logger, run_session
@@ -41,10 +38,8 @@ def run(config: Config) -> None:
     with run_session(config) as (world, folder, changes):
         with user_errors():
             objects = build(config, world)
-            state = begin(objects)
             reference = make_reference(objects)
-            if folder:
-                state = objects.resume(folder)
+            state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes, PreferenceReporter) as reporter:
             train(objects, reference, state, reporter)
             _summarise(objects, state, reporter)
@@ -59,17 +54,8 @@ def make_reference(run: Run) -> Reference:
 
 def train(run: Run, reference: Reference, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
-    batches = iter(run.train_batches)
-
-    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        if run.world.any(stopped()):
-            return None
-        started = time.perf_counter()
-        read = [next(batches) for _ in range(run.micro_batches)]
-        waited = time.perf_counter() - started
-        return step(run, reference, state, read, waited, started)
-
-    repeat(run, state, reporter, next_step, partial(evaluate, run, reference), run.save)
+    take = over_batches(run, partial(step, run, reference, state))
+    repeat(run, state, reporter, take, partial(evaluate, run, reference), run.save)
 
 
 def step(
@@ -91,23 +77,12 @@ def step(
         return found
 
     numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
-    real, count = int(numbers["num_tokens"]), int(pairs)
-    seconds = time.perf_counter() - started
-    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
-    queries = numbers["index_queries"].clamp(min=1)
+    count = int(pairs)
     return {
-        "step": state.step,
-        "tokens": state.tokens,
+        **advance(run, state, numbers, waited, started),
         **means(run.world.sum_all(sums), count),
         "pairs": count,
-        "grad_norm": float(numbers["grad_norm"]),
-        "lr": numbers["lr"],
-        "tokens_per_second": real / seconds,
-        "data_wait": waited / seconds,
-        "seconds": seconds,
-        "memory_gib": memory_gib(run.device),
-        "index_kl": (numbers["index_kl_sum"] / queries).tolist(),
-        "expert_load": load_record(numbers["expert_load"]),
+        **layer_record(numbers),
     }
 
 

@@ -6,8 +6,6 @@ anchors (``train/dspark/anchors.py``). Checkpoints contain only the drafter; the
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,8 @@ from train.dspark.anchors import with_anchors
 from train.dspark.evaluate import evaluate, loss_of, measures
 from train.dspark.report import DrafterReporter
 from train.errors import user_errors
-from train.logging.log import Reporter, memory_gib
-from train.loop import repeat, train_step
+from train.logging.log import Reporter
+from train.loop import advance, over_batches, repeat, train_step
 from train.run import begin, report_files, run_logger, run_session
 
 
@@ -42,17 +40,7 @@ def run(config: Config) -> None:
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
-    batches = iter(run.train_batches)
-
-    def next_step(stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        if run.world.any(stopped()):
-            return None
-        started = time.perf_counter()
-        read = [next(batches) for _ in range(run.micro_batches)]
-        waited = time.perf_counter() - started
-        return step(run, state, read, waited, started)
-
-    repeat(run, state, reporter, next_step, partial(evaluate, run), run.save)
+    repeat(run, state, reporter, over_batches(run, partial(step, run, state)), partial(evaluate, run), run.save)
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
@@ -72,22 +60,8 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
         return run.model.losses(**batch, denominators=denominators, objective=settings.objective)
 
     numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
-    real = int(numbers["num_tokens"])
-    seconds = time.perf_counter() - started
-    state.step, state.tokens, state.seconds = state.step + 1, state.tokens + real, state.seconds + seconds
-    found = measures(numbers)
-    return {
-        "step": state.step,
-        "tokens": state.tokens,
-        "loss": loss_of(found, settings.objective),
-        **found,
-        "grad_norm": float(numbers["grad_norm"]),
-        "lr": numbers["lr"],
-        "tokens_per_second": real / seconds,
-        "data_wait": waited / seconds,
-        "seconds": seconds,
-        "memory_gib": memory_gib(run.device),
-    }
+    common, found = advance(run, state, numbers, waited, started), measures(numbers)
+    return {**common, "loss": loss_of(found, settings.objective), **found}
 
 
 def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
