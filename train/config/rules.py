@@ -109,13 +109,21 @@ def _context_rules(count: int, task: TaskConfig) -> Iterator[tuple[set[str], str
         yield {"parallel.context_parallel", "task.seq_len"}, problem("parallel.context_parallel", count, rule, remedy)
 
 
+def _section_rule(config: Config, section: str, needed: bool) -> Iterator[tuple[set[str], str]]:
+    """Check that a section which only the task of its name (``rl``: also task=distill) has is there if, and only if, it
+    is needed.
+    """
+    if (getattr(config, section) is None) == needed:
+        kind = config.task.kind
+        rule = f"task={kind} needs this section" if needed else f"has no effect with task={kind}"
+        remedy = f"Use task={section}, or leave the section {section} out"
+        yield {section, "task.kind"}, problem(section, None if needed else "...", rule, remedy)
+
+
 def _rl_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     kind, parallel = config.task.kind, config.parallel
     writes = kind in ("rl", "distill")
-    if (config.rl is None) == writes:
-        rule = f"task={kind} needs this section" if writes else f"has no effect with task={kind}"
-        remedy = "Use task=rl, or leave the section rl out"
-        yield {"rl", "task.kind"}, problem("rl", None if writes else "...", rule, remedy)
+    yield from _section_rule(config, "rl", writes)
     if config.rl is None:
         return
     for text in _rl_section_problems(config.rl, kind, parallel.world_size, config.task.seq_len):
@@ -162,11 +170,7 @@ def _policy_drafter_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
-    drafts = config.task.kind == "dspark"
-    if (config.dspark is None) == drafts:
-        rule = "task=dspark needs this section" if drafts else f"has no effect with task={config.task.kind}"
-        remedy = "Use task=dspark, or leave the section dspark out"
-        yield {"dspark", "task.kind"}, problem("dspark", None if drafts else "...", rule, remedy)
+    yield from _section_rule(config, "dspark", config.task.kind == "dspark")
     if config.dspark is None:
         return
     if config.parallel.dense_shards > 1:
@@ -190,11 +194,7 @@ def _dspark_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _plan_rules(config: Config) -> Iterator[tuple[set[str], str]]:
-    plans = config.task.kind == "plan"
-    if (config.plan is None) == plans:
-        rule = "task=plan needs this section" if plans else f"has no effect with task={config.task.kind}"
-        remedy = "Use task=plan, or leave the section plan out"
-        yield {"plan", "task.kind"}, problem("plan", None if plans else "...", rule, remedy)
+    yield from _section_rule(config, "plan", config.task.kind == "plan")
     if config.plan is not None and config.plan.job == "dspark" and config.lora.on:
         rule = "training a drafter keeps the backbone frozen, so it cannot train LoRA"
         yield {"plan.job", "lora.targets"}, problem("plan.job", "dspark", rule, "Leave lora out")
@@ -221,11 +221,7 @@ def _source_rules(config: Config, sources: set[str]) -> Iterator[tuple[set[str],
 
 
 def _dpo_rules(config: Config) -> Iterator[tuple[set[str], str]]:
-    compares = config.task.kind == "dpo"
-    if (config.dpo is None) == compares:
-        rule = "task=dpo needs this section" if compares else f"has no effect with task={config.task.kind}"
-        remedy = "Use task=dpo, or leave the section dpo out"
-        yield {"dpo", "task.kind"}, problem("dpo", None if compares else "...", rule, remedy)
+    yield from _section_rule(config, "dpo", config.task.kind == "dpo")
     if config.dpo is None:
         return
     if config.lora.dropout:
