@@ -58,9 +58,10 @@ class ChatDataset(HubDataset):
 
     several = True
     formats, columns, documents = _Conversations.formats, _Conversations.columns, _Conversations.documents
+    kind = "chat"  # part of the identity: the same records are other documents in another kind of source
 
     def identity(self, content: bool = True) -> str:
-        return f"{super().identity(content)} chat {FORMAT}"
+        return f"{super().identity(content)} {self.kind} {FORMAT}"
 
 
 class _Pairs(_Conversations):
@@ -94,14 +95,11 @@ class PairLines(_Pairs, JsonLines):
         return f"{super().identity(content)} pairs {FORMAT}"
 
 
-class PairDataset(HubDataset):
+class PairDataset(ChatDataset):
     """A source of preference pairs in a data set of the `datasets` library."""
 
-    several = True
-    formats, columns, documents = _Pairs.formats, _Pairs.columns, _Pairs.documents
-
-    def identity(self, content: bool = True) -> str:
-        return f"{super().identity(content)} pairs {FORMAT}"
+    formats, documents = _Pairs.formats, _Pairs.documents
+    kind = "pairs"
 
 
 def _joined(chosen: Document, rejected: Document, key: bytes) -> Document:
