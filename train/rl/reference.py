@@ -83,7 +83,7 @@ def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> Deepse
     return model.requires_grad_(False)
 
 
-# The tensors of a batch that ``model.losses`` takes.
+# The entries of a batch that ``model.losses`` takes.
 INPUTS = (
     "input_ids",
     "labels",
@@ -94,6 +94,7 @@ INPUTS = (
     "pixel_values",
     "image_grid_hws",
     "vision_token_types",
+    "layout",  # else `model.losses` computes it, which reads the batch from the device
 )
 
 
