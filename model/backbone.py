@@ -237,7 +237,13 @@ class DeepseekV41(nn.Module):
         many last positions of each row (0: for all). Logits at padding are zero.
         """
         layout = self.lay_out(
-            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, routing=routing
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            seq_lens=seq_lens,
+            vision_token_types=vision_token_types,
+            replay_start=replay_start,
+            routing=routing,
         )
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
         trace = self.run_backbone(*inputs, keep_streams=output_hidden_states)
@@ -269,7 +275,13 @@ class DeepseekV41(nn.Module):
         other arguments are as in `losses`; labels are used only to find the ends of prompts for
         `runtime.decoder_replay`.
         """
-        layout = layout or self.lay_out(input_ids, labels, attention_mask, seq_lens, vision_token_types)
+        layout = layout or self.lay_out(
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            seq_lens=seq_lens,
+            vision_token_types=vision_token_types,
+        )
         inputs = (input_ids, layout, pixel_values, image_grid_hws, vision_token_types)
         trace = self.run_backbone(*inputs, for_drafter=layers)
         return Features(layout, trace.hidden, torch.cat([trace.blocks[layer].entering for layer in layers], dim=-1))
@@ -309,7 +321,14 @@ class DeepseekV41(nn.Module):
         if it was already called.
         """
         layout = layout or self.lay_out(
-            input_ids, labels, attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            seq_lens=seq_lens,
+            vision_token_types=vision_token_types,
+            replay_start=replay_start,
+            prompt_lens=prompt_lens,
+            routing=routing,
         )
         trace = self.run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = layout.targets(labels)
@@ -342,25 +361,13 @@ class DeepseekV41(nn.Module):
         """
         return [(layer.ffn.gate.bias, layer.ffn.gate.bias_vl) for layer in self.layers]
 
-    def lay_out(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        vision_token_types: Tensor | None = None,
-        replay_start: Tensor | None = None,
-        prompt_lens: Tensor | None = None,
-        routing: Tensor | None = None,
-        **_: Tensor,
-    ) -> SequenceLayout:
+    def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor | None) -> SequenceLayout:
         """Check a batch and compute its sequence layout. With `runtime.decoder_replay`, the sliding windows of decoder
         layers are bounded as in generation. Call this function once, while the batch is still on the CPU, because it
         reads the values of the batch; no other function does. Under context parallelism all ranks of a group get the
-        same batch, and the layout is that of this rank's chunk.
+        same batch, and the layout is that of this rank's chunk. batch: as in `lay_out_whole`.
         """
-        checked = (attention_mask, seq_lens, vision_token_types, replay_start, prompt_lens, routing)
-        return self.own_chunk(self.lay_out_whole(input_ids, labels, *checked), vision_token_types)
+        return self.own_chunk(self.lay_out_whole(input_ids, labels, **batch), batch.get("vision_token_types"))
 
     def lay_out_whole(
         self,
@@ -372,7 +379,7 @@ class DeepseekV41(nn.Module):
         replay_start: Tensor | None = None,
         prompt_lens: Tensor | None = None,
         routing: Tensor | None = None,
-        **_: Tensor,
+        **_: Tensor | None,
     ) -> SequenceLayout:
         """As `lay_out`, but always the layout of all tokens."""
         layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)

@@ -441,7 +441,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         tokens if there are no labels.
         """
         model, types = self.model, batch["vision_token_types"]
-        layout = model.lay_out(batch["input_ids"], labels, batch["attention_mask"], batch.get("seq_lens"), types)
+        layout = model.lay_out(
+            batch["input_ids"],
+            labels,
+            attention_mask=batch["attention_mask"],
+            seq_lens=batch.get("seq_lens"),
+            vision_token_types=types,
+        )
         trace = model.run_backbone(batch["input_ids"], layout, *images.values(), types, keep_streams=keep_streams)
         if labels is None:
             supervised = torch.ones(layout.tokens, dtype=torch.bool, device=trace.hidden.device)
@@ -636,7 +642,9 @@ class Backbone:
             hidden = _AddToGradient.apply(trace.hidden, added * owner._weight_of_pass(step))
         else:
             mask, types = batch["attention_mask"], vision_token_types
-            layout = model.lay_out(input_ids, None, mask, batch.get("seq_lens"), types)
+            layout = model.lay_out(
+                input_ids, attention_mask=mask, seq_lens=batch.get("seq_lens"), vision_token_types=types
+            )
             hidden = model.run_backbone(input_ids, layout, *images.values(), types).hidden
         return DeepseekV41HiddenStates(last_hidden_state=layout.unflatten(hidden))
 
