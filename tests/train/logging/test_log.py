@@ -141,13 +141,24 @@ def test_wandb_without_key_or_network_is_offline(make_config, monkeypatch, tmp_p
     assert wandb._mode() == "offline"
 
 
-def test_tensorboard_has_the_numbers_of_every_step_once(make_config) -> None:
-    """A run that is continued writes on; TensorBoard hides what the first process wrote about repeated steps."""
+def test_tensorboard_has_the_numbers_of_every_step_once(make_config, monkeypatch) -> None:
+    """A run that is continued writes on; TensorBoard hides what the first process wrote about repeated steps: it
+    crashed after step 5, whose checkpoint is that of step 4.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = ("logger=tensorboard", "logger.progress=false")
-    pretrain.run(make_config(*settings, "task.tokens=600"))
-    config = make_config(*settings)
+    config, original = make_config(*settings), loop.train_step
+
+    def crash(run, batches, done, *rest):
+        if done == 5:
+            raise MemoryError
+        return original(run, batches, done, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", crash)
+        with pytest.raises(MemoryError):
+            pretrain.run(config)
     pretrain.run(config)
     records = list(map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines()))
     events = EventAccumulator(str(config.run_dir / "tensorboard"))
