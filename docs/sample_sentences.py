@@ -17,27 +17,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "model", "optim", "data")
 SHORTEST = 5  # words; shorter ones are names, not sentences
+# A sentence ends behind its full stop (not that of "et al."), before an empty line, and before the next entry of a list
+# of the form `name: ...`.
+END = r"(?<=[.?!])(?<!et al\.)\s+(?=[A-Z`])|\n\s*\n|\n(?=\s*[`\w.]+: )"
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a file, and of each string in its exceptions and log lines.
+def texts(path: Path) -> Iterator[tuple[str, str]]:
+    """(place, text) of each docstring of a file, and of each string in its exceptions and log lines.
 
-    An f-string is one text, as its reader sees it: the values that are filled in stand in braces.
+    The place of a docstring names what it documents, since its reader sees both together. An f-string is one text; the
+    values that are filled in stand in braces.
     """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text
+            yield f"{place} {getattr(node, 'name', '')}".rstrip(), text
         elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _name(node) in ("log", "problem", "print")):
-            yield from _strings(node)
+            yield from ((f"{place} (message)", text) for text in _strings(node))
 
 
-def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of the strings inside a statement; an f-string counts as one."""
+def _strings(node: ast.AST) -> Iterator[str]:
+    """The strings inside a statement; an f-string counts as one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.lineno, node.value
+        yield node.value
     elif isinstance(node, ast.JoinedStr):
         parts = (part.value if isinstance(part, ast.Constant) else f"{{{_short(part)}}}" for part in node.values)
-        yield node.lineno, "".join(map(str, parts))
+        yield "".join(map(str, parts))
     else:
         for part in ast.iter_child_nodes(node):
             yield from _strings(part)
@@ -50,14 +55,14 @@ def _short(part: ast.expr) -> str:
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """(place, sentence) of all packages."""
+    """(place, sentence) of all packages; each entry of a list of attributes or arguments is split on its own."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for line, text in texts(path):
-                for sentence in re.split(r"(?<=[.:;?!])\s+(?=[A-Z`])|\n\s*\n", text):
-                    words = " ".join(sentence.split())
+            for place, text in texts(path):
+                for sentence in re.split(END, text):
+                    words = " ".join(sentence.removeprefix("Attributes:").split())
                     if len(words.split()) >= SHORTEST and words[0].isalnum():
-                        yield f"{path.relative_to(ROOT)}:{line}", words
+                        yield place, words
 
 
 def _name(call: ast.Call) -> str:
