@@ -24,6 +24,7 @@ def pairs(records):
     return [(r["messages"][0]["content"].partition("\n")[2], r["messages"][1]["content"]) for r in records]
 
 
+@pytest.mark.slow
 def test_the_missing_name_is_asked_for_and_nowhere_told(modules):
     for line, name in pairs(modules[0])[::50] + pairs(modules[1]):
         assert examples.BLANK in line and name not in line

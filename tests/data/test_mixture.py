@@ -95,6 +95,7 @@ def test_the_weight_of_a_saved_mixture_must_stay(mixture, tokenizer):
         third.load_state_dict(first.state_dict())
 
 
+@pytest.mark.slow
 def test_images_and_text_seven_to_one(tokenizer, tmp_path):
     """The report's share, with the sources exchanged: the batch of a text has no image."""
     sources = {"text": {"weight": 7, "source": "stdlib"}, "images": {"weight": 1, "source": "digits"}}
@@ -106,6 +107,7 @@ def test_images_and_text_seven_to_one(tokenizer, tmp_path):
     assert images > 0 and 5.5 < progress["text"]["tokens"] / progress["images"]["tokens"] < 8.5
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_on_all_sources(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "qxqx " * 500 + str(n)}) + "\n" for n in range(200)))
     ours = {"weight": 1, "source": "jsonl", "paths": [str(tmp_path / "a.jsonl")]}

@@ -129,6 +129,7 @@ def test_nothing_packs_to_nothing():
     assert len(rows) == 0 and len(rows.reordered(np.zeros(0, np.int64))) == 0
 
 
+@pytest.mark.slow
 def test_the_default_source_packs_with_at_most_a_thousandth_of_padding(default):
     _, _, train, _ = default
     assert train.stats.rows * 1024 - train.stats.tokens == train.stats.padding

@@ -63,6 +63,14 @@ def four(two: Path, corpus: Path) -> Path:
     return two
 
 
+def test_two_processes_and_one_read_what_two_wrote(tmp_path: Path, corpus: Path) -> None:
+    """The quick one: experts and tables split, and dense matrices kept by rows besides."""
+    folder = tmp_path / "folders"
+    succeed(2, folder, corpus, "save:ep2t2:1", "save:ep2t2d2:8", "load:ep2t2d2:1:2", "load:ep1t2:8:2")
+    folders.run(folder, corpus, ["load:ep1t1:1:2", "load:ep1t1:8:2"])
+
+
+@pytest.mark.slow
 def test_one_process_reads_what_several_wrote(two: Path, corpus: Path) -> None:
     folders.run(
         two, corpus, ["load:ep1t1:1:2", "load:ep1t1:2:2", "load:ep1t1:3:2", "load:ep1t1:8:2", "import:ep1t1:5:plain-2"]
@@ -85,8 +93,9 @@ def test_no_rank_writes_what_another_wrote(four: Path) -> None:
     assert one <= sum(sizes) < 1.1 * one and max(sizes) < 0.5 * one  # headers and random states are per rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["released", "plain"])
-@pytest.mark.parametrize("several", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("several", ["two", "four"])
 def test_several_export_the_folder_of_one(request: pytest.FixtureRequest, several: str, kind: str) -> None:
     folder, written = request.getfixturevalue(several), {"two": ("2", "dense"), "four": ("4",)}[several]
     wanted = {path.name: path.read_bytes() for path in (folder / f"{kind}-1").iterdir()}
@@ -97,6 +106,7 @@ def test_several_export_the_folder_of_one(request: pytest.FixtureRequest, severa
         assert {path.name: path.read_bytes() for path in (folder / f"{kind}-{by}").iterdir()} == wanted, by
 
 
+@pytest.mark.slow
 def test_steps_after_resuming_are_those_without(two: Path, corpus: Path) -> None:
     """At the same layout to the bit, at others to rounding."""
     wanted = state_after(two / "whole", corpus)

@@ -79,6 +79,7 @@ def test_two_processes_are_one(corpus: Path, tmp_path: Path) -> None:
         assert (export[name] - tensor).abs().max() <= 3e-4 * max(1.0, tensor.abs().max().item()), name
 
 
+@pytest.mark.slow
 def test_rows_split_over_two_processes(corpus: Path, tmp_path: Path) -> None:
     """Context parallelism: the records of one process, with documents and blocks of drafts on both sides of the cut."""
     common = settings(corpus, tmp_path)
@@ -100,6 +101,7 @@ def test_rows_split_over_two_processes(corpus: Path, tmp_path: Path) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3), (ours["step"], name)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_generation_of_own_answers(corpus: Path, tmp_path: Path) -> None:
     """``data.answers=own``: the files that one process writes, and the same first step."""
     common = settings(corpus, tmp_path)

@@ -74,6 +74,7 @@ def test_a_run_outlives_a_killed_process_and_a_signal(corpus: Path) -> None:
                 assert ours[key] == pytest.approx(theirs[key], rel=limit), f"{key} of step {ours['step']}"
 
 
+@pytest.mark.slow
 def test_the_end_of_rank_0_is_told_by_another(corpus: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("NARROWS_FAULT_FILE", str(tmp_path / "fault"))
     with start(corpus, "headless", 2, "ep2", at=("2", "SIGKILL:0")) as group:

@@ -20,7 +20,7 @@ from ranks import Group
 pytestmark = pytest.mark.distributed
 
 PRODUCT = ("plain", "passes", "recompute", "both")
-QUICK = ("recompute@2", "recompute@2d2", "long@2c2")
+QUICK = ("recompute@2", "recompute@2d2")
 LAYOUTS = {
     "2 processes, some cases": (2, QUICK),
     "1 process": (1, PRODUCT[1:]),
@@ -43,6 +43,7 @@ LAYOUTS = {
             "plain@2c2",
             "plain@2d2c2",
             "both@2c2",
+            "long@2c2",
             "long@2d2c2",
             "images@2c2",
             "defaults@2c2",

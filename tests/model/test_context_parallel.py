@@ -234,6 +234,7 @@ def test_four_ranks_equal_one_process(no_rounding) -> None:  # noqa: F811
     compare_all(4, cases)
 
 
+@pytest.mark.slow
 def test_each_exchange_is_needed(no_rounding) -> None:  # noqa: F811
     """Left out on purpose, every one of them makes the comparison fail."""
     case: Case = (["inside a group"], {"context": 2}, {})

@@ -537,6 +537,7 @@ def on_a_rank(rank: int, total: float, folder: Path) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_experts_on_two_processes_equal_one(tmp_path: Path, no_rounding) -> None:  # noqa: F811
     """Losses, loads, gradients and the folder that both write."""

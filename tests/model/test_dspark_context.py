@@ -70,6 +70,7 @@ def train(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(monkeypatch) -> None:
     """Losses, counts, calibration and gradients add up to those of one process; the backbone has no gradient."""
     switch_rounding_off(monkeypatch.setattr)

@@ -151,6 +151,7 @@ def calls_of_chunks(rank: int, recompute: bool) -> tuple[Counter[str], Counter[s
     return forward, Counter(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_entries_are_not_gathered_again() -> None:
     """Two Full layers gather once, in the forward. Recomputation adds the exchanges of the halo: one in each of 6
@@ -166,6 +167,7 @@ def test_entries_are_not_gathered_again() -> None:
         assert halo >= 6 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_experts_results_are_not_sent_again() -> None:
     """Per layer the forward exchanges counts, rows with their tags, and results; the backward the gradients of these

@@ -271,6 +271,7 @@ def verified(p: Tensor, q: Tensor, drafts: list[int], seed: int, place: int = 11
     return verify(logits, counts, both, q.log().float().expand(2, -1, -1), *settings, [seed, 5], [place, 3])[0]
 
 
+@pytest.mark.slow
 def test_acceptance_is_the_formula() -> None:
     """A draft is accepted exactly where its number is below p / q; what replaces it follows max(p - q, 0)."""
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7], [0.25, 0.25, 0.25, 0.25]])

@@ -79,6 +79,7 @@ def anonymous_mib() -> float:
     return int(lines["RssAnon"].split()[0]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by /proc")
 def test_memory_beside_the_model_is_a_few_blocks(tmp_path) -> None:
     """Of 258 MiB of weights in one table; a block is 4 MiB, and its passage takes several copies of it, which the C

@@ -88,6 +88,7 @@ def spans(line: dict) -> list[tuple[list[int], int]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_answer_is_what_the_model_says(make, chats: Path, origin: Path, tmp_path: Path, no_rounding) -> None:  # noqa: F811
     """Greedily, behind its own earlier answers; what is not an answer stays as it is."""
     run = build(make("dspark.answer_temperature=0.0"))

@@ -117,6 +117,7 @@ def test_recall_is_measured_on_so_many_tokens_at_most(no_rounding, make_config, 
     assert few.recall == [None] * len(recall)  # nobody sees more than 64 entries
 
 
+@pytest.mark.slow
 def test_recall_on_images_takes_the_pixels_of_the_documents_it_keeps(make_config, monkeypatch) -> None:
     run = build(
         make_config("experiment=study_digits", "model=study_vision", "data.source=digits", "data.paths=[]",

@@ -74,6 +74,7 @@ def whole(compose_raw, overrides: list[str], tmp_path_factory: pytest.TempPathFa
     return config
 
 
+@pytest.mark.slow
 def test_longer_run_continues_a_shorter_one(make_config, whole: Config) -> None:
     config = make_config("name=parts", "task.tokens=700")
     pretrain.run(config)

@@ -49,7 +49,8 @@ class Names(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
 def test_losses_and_gradients(recompute: bool, no_rounding, device: str) -> None:  # noqa: F811
     """Without rounding, whose edges fp32 noise may cross. A recomputed block runs the kernels again."""
     length = 7

@@ -139,6 +139,7 @@ def test_all_wait_for_all(arrive) -> None:
     assert all(isinstance(store, dist.Store) for store in arrive(3, [0, 1, 2], timeout=100.0))
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_start_are_named(arrive, capfd: pytest.CaptureFixture) -> None:
     first, second = arrive(9, [0, 2], timeout=5.0)
     expected = f"ranks 1, 3-8 of 9 did not start within 5 s. {failure_detector.AGAIN}"

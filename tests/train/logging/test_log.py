@@ -172,6 +172,7 @@ def test_tensorboard_has_the_numbers_of_every_step_once(make_config, monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_the_trace_holds_the_chosen_steps(make_config) -> None:
     config = make_config("logger.profile=2:3", "task.tokens=1000")
     pretrain.run(config)

@@ -46,6 +46,7 @@ def drafting(make_rl, with_drafter: Path):
     return lambda *changes: make_rl("rl.drafter=true", f"init_from={with_drafter}", *changes)
 
 
+@pytest.mark.slow
 def test_a_run_trains_both_and_says_how_many_drafts_are_accepted(drafting, with_drafter: Path, capsys) -> None:
     config = drafting("checkpoint.export=plain", "rl.drafter_lr_factor=3.0")
     rl.run(config)

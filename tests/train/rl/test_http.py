@@ -205,6 +205,7 @@ def test_what_a_server_refuses_is_not_asked_again(make_server, make_rollout, mod
     assert len(server.bodies) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault(cut=4), Fault(silent=4), Fault(change=lambda e: '{"error": {"code": 500}}')])
 def test_a_response_that_breaks_off_goes_on_elsewhere(make_server, make_rollout, model, fault) -> None:
     """With the tokens it has, which are no longer drawn."""

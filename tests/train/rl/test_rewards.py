@@ -160,6 +160,7 @@ def test_a_hanging_function_ends_with_all_that_it_started(pool: Rewards, tmp_pat
     assert all(has_ended(int(pid)) for pid in file.read_text().split())
 
 
+@pytest.mark.slow
 def test_nothing_hangs_on_when_the_trainer_is_killed(module: str, tmp_path: Path) -> None:
     script = (
         "import sys; from train.rl.rewards.pool import Rewards\n"

@@ -69,6 +69,7 @@ def done(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return output, Runner(small({"slow": SLOW, "fast": FAST}), output, tiny, 2).run()
 
 
+@pytest.mark.slow
 def test_every_arm_and_seed_is_an_ordinary_run(done) -> None:
     output, result = done
     names = {path.name for path in (output / "study").iterdir()}
@@ -82,6 +83,7 @@ def test_every_arm_and_seed_is_an_ordinary_run(done) -> None:
             assert numbers["tokens"] >= 900 and numbers["cpu_seconds"] > 0 and numbers["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_tuned_arm_takes_the_best_value_of_the_first_seed(done) -> None:
     output, result = done
     losses = result["tuning"]["fast"]
@@ -91,6 +93,7 @@ def test_a_tuned_arm_takes_the_best_value_of_the_first_seed(done) -> None:
     assert any("at the end of the tried values" in note for note in result["notes"])
 
 
+@pytest.mark.slow
 def test_the_table_says_what_the_runs_say(done) -> None:
     output, result = done
     records = [
@@ -104,6 +107,7 @@ def test_the_table_says_what_the_runs_say(done) -> None:
     assert "| fast learns more | loss | fast - slow |" in text and "2 of 2 seeds | holds |" in text
 
 
+@pytest.mark.slow
 def test_evaluations_use_the_final_weights(done) -> None:
     output, result = done
     run = output / "study" / "base-seed0"
@@ -112,6 +116,7 @@ def test_evaluations_use_the_final_weights(done) -> None:
     assert result["arms"]["fast"]["seeds"]["0"]["cost"] == plain["loss"] - same["loss"]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_repeated(done, tiny: list[str], monkeypatch) -> None:
     output, result = done
 
@@ -122,12 +127,14 @@ def test_finished_runs_are_not_repeated(done, tiny: list[str], monkeypatch) -> N
     assert Runner(small({"slow": SLOW, "fast": FAST}), output, tiny, 2).run() == result
 
 
+@pytest.mark.slow
 def test_runs_of_other_settings_are_refused(done, tiny: list[str]) -> None:
     output, _ = done
     with pytest.raises(StudyError, match=r"peak-1e-06-seed0.*task.tokens: trained with 900, now 800.*Delete it"):
         Runner(small({"slow": SLOW}, claims=[]), output, [*tiny, "task.tokens=800"], 2).run()
 
 
+@pytest.mark.slow
 def test_a_failing_arm_is_named_and_the_others_are_kept(done, tiny: list[str], tmp_path: Path) -> None:
     output, _ = done
     output = shutil.copytree(output, tmp_path / "output")

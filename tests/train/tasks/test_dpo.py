@@ -136,7 +136,8 @@ def test_a_policy_that_is_the_reference_has_the_loss_of_a_coin() -> None:
     assert float(loss) == pytest.approx(0.693147, abs=1e-6) and float(objective.sums["margin"]) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("lora", ["", pytest.param("lora=all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", "lora=all"])
 def test_the_chosen_answers_gain(make, lora: str) -> None:
     """The first evaluation has the loss ln 2, since policy and reference are one; the last a lower one."""
     config = make("task.tokens=4000", *filter(None, [lora]), "checkpoint.export=plain")

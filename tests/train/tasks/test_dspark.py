@@ -100,6 +100,7 @@ def evaluate_folder(make, folder: Path) -> dict:
     return evaluate(run)
 
 
+@pytest.mark.slow
 def test_resumed_runs_are_the_same(make, monkeypatch) -> None:
     whole = make("name=whole")
     dspark.run(whole)
@@ -125,6 +126,7 @@ def test_resumed_runs_are_the_same(make, monkeypatch) -> None:
     assert all(name.startswith(("model.mtp.", "optimizer.mtp.", "random.")) for name in state)
 
 
+@pytest.mark.slow
 def test_a_packed_backbone_is_the_one_on_its_values(make, origin: Path, tmp_path: Path, no_rounding) -> None:  # noqa: F811
     """The same numbers and drafters; the backbone's bytes go from folder to folder; decoding with it works."""
     released = tmp_path / "released"
@@ -390,6 +392,7 @@ def test_accepted_lengths_by_hand() -> None:
     assert found["by_slot"] == [3 / 5, 2 / 3, 1 / 2]
 
 
+@pytest.mark.slow
 def test_an_adapted_backbone_drafts_alike(compose_raw, overrides, make_config, origin, tmp_path, no_rounding) -> None:  # noqa: F811
     """Beside LoRA, experts, embedding and head included: the greedy tokens of the adapted model."""
     changes = [text for text in overrides if not text.startswith("model=")]

@@ -120,6 +120,7 @@ def test_quantised_models_keep_the_scales_of_what_did_not_change(make, merge) ->
     assert torch.equal(mixed, (0.5 + 0.5 * theirs.double()).bfloat16())
 
 
+@pytest.mark.slow
 def test_runs_and_folders_mix(make_config, merge) -> None:
     """The tiny model with Engram and stacked experts: a run directory, its checkpoint and another run's export."""
     first = make_config("name=first", "checkpoint.export=plain", "task.tokens=500")
