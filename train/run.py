@@ -175,17 +175,18 @@ def export(run: Run, folder: Path, drafter: Drafter | None = None) -> None:
     """Write the model of the finished run as a checkpoint folder, with its drafter. All ranks call this together.
 
     If the base weights are held packed (``lora.base``), the adapter is merged while the files of the base checkpoint
-    are copied, a few rows at a time, so the merged weights are never in memory as a whole.
+    are copied, a few rows at a time, so the merged weights are never in memory as a whole. Every rank merges a part of
+    the rows.
     """
     config, form = run.config, run.config.checkpoint.export
     assert form, "export() was called although checkpoint.export is off"
     if config.lora.on and holds_packed(run.model):
-        with all_or_none(storage.ranks()):
-            if run.world.first:
-                changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
-                base = find_pretrained(config.initial_checkpoint).folder
-                files = {MERGED: merged_record(config.run_dir / "adapter", base)}
-                convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files)
+        ranks = storage.ranks()
+        with all_or_none(ranks):
+            changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
+            base = find_pretrained(config.initial_checkpoint).folder
+            files = {MERGED: merged_record(config.run_dir / "adapter", base)}
+        convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files, ranks=ranks)
         return
     files = tokenizer_files(config.data, run.tokenizer)
     if config.lora.on and run.world.first:  # it alone writes these files, and has written the adapter

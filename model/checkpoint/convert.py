@@ -15,9 +15,10 @@ from torch import Tensor
 from model.build import allocate_model
 from model.checkpoint.load import open_checkpoint
 from model.checkpoint.names import COMPANIONS, released_tensors
-from model.checkpoint.released import TensorSource, is_quantised
+from model.checkpoint.released import TensorSource, deal_rows, is_quantised
 from model.checkpoint.save import SHARD_BYTES, whole_folder, write_checkpoint
 from model.config import ModelConfig
+from model.parallel.ranks import ONE_RANK, RankGroup
 
 
 class Change(NamedTuple):
@@ -38,6 +39,7 @@ def convert_checkpoint(
     replace: bool = False,
     files: Mapping[str, str] | None = None,
     done: Callable[[float], None] = lambda share: None,
+    ranks: RankGroup = ONE_RANK,
 ) -> int:
     """Convert the checkpoint folder `src` to another format and write it to `dst`. Returns the size of all tensors in
     bytes.
@@ -47,9 +49,10 @@ def convert_checkpoint(
     All other tensors stay as they are stored; drafter tensors and the files of the tokenizer are copied too.
 
     `changes` maps tensor names to changes. `files` maps names of small files beside the weights to their texts. `done`
-    is called after each block of rows, with the share of all values that were read. Raises
-    the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a tensor to change
-    is missing or has another shape.
+    is called after each block of rows, with the share of all values that were read. `ranks`: the processes that convert
+    the folder together; each converts a part of the rows, and the files are those that a single process would write.
+    Raises the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a tensor to
+    change is missing or has another shape.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "plain", "released"):
@@ -58,25 +61,29 @@ def convert_checkpoint(
         raise ValueError(f"{dst} already exists; choose a new folder")
     config = ModelConfig.load(src)
     skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst) as work:
+    with open_checkpoint(src, config, list(released_tensors(skeleton))) as sources, whole_folder(dst, ranks) as work:
+        sources = list(deal_rows(sources, ranks))
         if changes:
             sources = _changed(sources, changes)
-        sources = _watched(sources, done)
+        sources = watched(sources, done)
         with_scales = {source.name for source in sources if source.scales is not None}
         dtype = torch.bfloat16 if format == "bf16" and not is_quantised(config.to_dict()) else None
         dtype = torch.float32 if format == "plain" else dtype
         layout = "released" if format == "released" else "plain"
-        total = write_checkpoint(work, sources, with_scales, config, layout, dtype, shard_bytes)
-        for name in COMPANIONS:
-            if (src / name).is_file():
-                shutil.copyfile(src / name, work / name)
-        for name, text in (files or {}).items():
-            (work / name).write_text(text, encoding="utf-8")
+        total = write_checkpoint(work, sources, with_scales, config, layout, dtype, shard_bytes, ranks)
+        if ranks.rank == 0:
+            for name in COMPANIONS:
+                if (src / name).is_file():
+                    shutil.copyfile(src / name, work / name)
+            for name, text in (files or {}).items():
+                (work / name).write_text(text, encoding="utf-8")
     return total
 
 
-def _watched(sources: list[TensorSource], done: Callable[[float], None]) -> list[TensorSource]:
-    """The same tensors; `done` is called with the share of each block of rows that is read."""
+def watched(sources: list[TensorSource], done: Callable[[float], None]) -> list[TensorSource]:
+    """The same tensors; `done` is called with the share of each block of rows that is read in the values of all whole
+    tensors.
+    """
     total = sum(math.prod(source.shape) for source in sources)
 
     def blocks(source: TensorSource) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from model.backbone import DeepseekV41
 from model.build import allocate_model
@@ -163,12 +163,17 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
             if packing := packings.get(name):
                 sources.append(shards.quantised(name, packing, rows.get(name), name in divided))
             elif scale_name(name) in scales and not quantised:
-                tiles = tile_span(rows[name], packing_of(name)) if name in rows and name not in divided else None
-                read = partial(scale_shards.read, scale_name(name), tiles)
-                sources.append(shards.plain(name, rows.get(name))._replace(scales=read))
+                read = partial(_read_scales, scale_shards, name, name in divided)
+                sources.append(shards.plain(name, rows.get(name), read))
             else:
                 sources.append(shards.plain(name, rows.get(name)))
         yield sources
+
+
+def _read_scales(shards: Shards, name: str, whole: bool, rows: slice | None) -> Tensor:
+    """The kept scales of some rows of a weight (of all rows if `whole` is set or `rows` is None)."""
+    tiles = None if whole or rows is None else tile_span(rows, packing_of(name))
+    return shards.read(scale_name(name), tiles)
 
 
 def _problems(

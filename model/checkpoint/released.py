@@ -10,8 +10,10 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,6 +166,7 @@ class TensorSource(NamedTuple):
     shape: the shape of the whole tensor, of which this process may handle only some rows or none. dtype: the dtype to
     store the tensor in, unless the writer asks for another. scales: returns the kept quantisation scales of the rows,
     if there are any. stored: yields the codes and scales of the same blocks, if the tensor is stored quantised.
+    of_rows: returns the same tensor with a range of rows only, which must begin at the start of a tile.
     """
 
     name: str
@@ -173,6 +176,31 @@ class TensorSource(NamedTuple):
     scales: Callable[[], Tensor] | None = None
     start: int = 0
     stored: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
+    of_rows: Callable[[slice], TensorSource] | None = None
+
+
+def deal_rows(sources: Iterable[TensorSource], ranks: RankGroup) -> Iterator[TensorSource]:
+    """Deal out the rows of all tensors over processes that convert them together: yield each tensor with the rows, cut
+    at tiles, that this process gets. Every process gets nearly the same number of values of each kind of packing.
+    """
+    sources, before = list(sources), defaultdict[Packing | None, int](int)
+    if ranks.size == 1:
+        yield from sources
+        return
+    totals = defaultdict[Packing | None, int](int)
+    for source in sources:
+        totals[packing_of(source.name)] += math.prod(source.shape)
+    for source in sources:
+        kind, size = packing_of(source.name), math.prod(source.shape)
+        if source.shape:
+            ends = [totals[kind] * rank // ranks.size - before[kind] for rank in (ranks.rank, ranks.rank + 1)]
+            columns = max(math.prod(source.shape[1:]), 1)
+            first, stop = (min(max(-(-end // (32 * columns)) * 32, 0), source.shape[0]) for end in ends)
+            assert source.of_rows is not None, f"{source.name} can only be read whole"
+            yield source.of_rows(slice(first, stop) if first < stop else slice(0, 0))
+        else:
+            yield source if ranks.rank == 0 else source._replace(blocks=lambda: iter(()))
+        before[kind] += size
 
 
 def row_blocks(shape: tuple[int, ...], rows: slice | None = None) -> Iterator[slice]:
@@ -216,8 +244,12 @@ class Shards:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
-    def plain(self, name: str, rows: slice | None = None) -> TensorSource:
-        """The `TensorSource` of a tensor that is stored without quantisation, or of some of its rows."""
+    def plain(
+        self, name: str, rows: slice | None = None, kept: Callable[[slice | None], Tensor] | None = None
+    ) -> TensorSource:
+        """The `TensorSource` of a tensor that is stored without quantisation, or of some of its rows. `kept` reads the
+        kept quantisation scales of some rows (None: of all rows), if there are any.
+        """
         header = self.headers[name]
 
         def blocks() -> Iterator[Tensor]:
@@ -226,7 +258,9 @@ class Shards:
             for part in row_blocks(header.shape, rows) if header.shape else ():
                 yield self.read(name, part)
 
-        return TensorSource(name, header.shape, _DTYPES[header.dtype], blocks, start=rows.start if rows else 0)
+        scales = None if kept is None else partial(kept, rows)
+        start, of_rows = rows.start if rows else 0, partial(self.plain, name, kept=kept)
+        return TensorSource(name, header.shape, _DTYPES[header.dtype], blocks, scales, start, of_rows=of_rows)
 
     def quantised(
         self, name: str, packing: Packing, rows: slice | None = None, whole_scales: bool = False
@@ -256,7 +290,8 @@ class Shards:
         def read_scales() -> Tensor:
             return self.read(scale_name(name), None if whole_scales else tile_span(rows, packing))
 
-        return TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored)
+        of_rows = partial(self.quantised, name, packing)
+        return TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored, of_rows)
 
 
 class Stored(NamedTuple):

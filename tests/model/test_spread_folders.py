@@ -11,8 +11,9 @@ import torch
 
 import model.checkpoint.released
 import model.checkpoint.save
-from model import build_model, load_weights, save_pretrained
+from model import build_model, load_weights, open_folder, save_pretrained
 from model.checkpoint.names import released_tensors
+from model.checkpoint.released import deal_rows, packing_of
 from model.parallel.ranks import Parallel, RankGroup
 from tests import processes
 from tests.model.tiny import tiny_config, tiny_model
@@ -71,6 +72,24 @@ def test_a_part_alone_is_not_saved(tmp_path) -> None:
     with pytest.raises(ValueError, match="split over 4 processes, so all of these must save it together, not 1"):
         save_pretrained(part_of_a_model(), tmp_path / "m")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_rows_are_dealt_out_whole_and_evenly(folder: Path, size: int) -> None:
+    """Every row of every tensor goes to exactly one process, cut at tiles, and each gets its share of every kind."""
+    with open_folder(folder / "released") as tensors:
+        dealt = [list(deal_rows(tensors.values(), RankGroup(None, rank, size))) for rank in range(size)]
+        got: dict[object, list[int]] = {}
+        for parts in zip(*dealt, strict=True):
+            whole = torch.cat(list(tensors[parts[0].name].blocks()))
+            pieces = [torch.cat([*part.blocks(), whole[:0]]) for part in parts]
+            assert torch.equal(torch.cat(pieces), whole), parts[0].name
+            starts = [part.start for part, piece in zip(parts, pieces, strict=True) if len(piece)]
+            assert starts == sorted(starts) and not any(start % 32 for start in starts)
+            kinds = got.setdefault(packing_of(parts[0].name), [0] * size)
+            kinds[:] = [had + piece.numel() for had, piece in zip(kinds, pieces, strict=True)]
+    slack = 2 * 32 * 128  # a cut may be 32 rows away from where the share ends
+    assert len(got) == 4 and all(max(shares) - min(shares) <= slack for shares in got.values()), got
 
 
 def anonymous_mib() -> float:

@@ -34,7 +34,7 @@ from data.errors import naming
 from model import ModelConfig
 from model.build import allocate_model
 from model.checkpoint.names import allocate_scales, released_names, released_tensors, scale_parts
-from model.checkpoint.released import TensorSource, row_blocks
+from model.checkpoint.released import TensorSource, packing_of, row_blocks, tile_span
 from model.parallel.ranks import Shard, rows_here
 from optim.optimizer import Optimizer
 from optim.ownership import assign_owners
@@ -178,26 +178,34 @@ def open_model(folder: Path) -> Iterator[dict[str, TensorSource]]:
         yield found
 
 
-def _source(name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor]) -> TensorSource:
-    """Describe how to read one released tensor from the saved tensors.
+def _source(
+    name: str, entry: str, expert: int | None, index: Index, read: Callable[..., Tensor], rows: slice | None = None
+) -> TensorSource:
+    """Describe how to read one released tensor, or some of its rows, from the saved tensors.
 
     expert: the number of an expert, whose matrix is then read out of the saved stack of all experts' matrices; None
     for a tensor that is saved under its own name.
     """
     dtype, shape, _ = index[entry]
+    shape = shape if expert is None else shape[1:]
 
     def blocks() -> Iterator[Tensor]:
         if expert is not None:
             matrix = read(entry, slice(expert, expert + 1))[0]
-            yield from (matrix[rows] for rows in row_blocks(tuple(matrix.shape)))
+            yield from (matrix[part] for part in row_blocks(shape, rows))
         elif not shape:
             yield read(entry)
         else:
-            yield from (read(entry, rows) for rows in row_blocks(shape))
+            yield from (read(entry, part) for part in row_blocks(shape, rows))
 
-    scales = f"{SCALES}{name}"
-    kept = (lambda: read(scales)) if scales in index else None
-    return TensorSource(name, shape if expert is None else shape[1:], dtype, blocks, kept)
+    def kept() -> Tensor:
+        packing = packing_of(name)
+        assert packing is not None, "only quantised weights have kept scales"
+        return read(scales, None if rows is None else tile_span(rows, packing))
+
+    scales, of_rows = f"{SCALES}{name}", functools.partial(_source, name, entry, expert, index, read)
+    start = 0 if rows is None else rows.start
+    return TensorSource(name, shape, dtype, blocks, kept if scales in index else None, start, of_rows=of_rows)
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -248,6 +248,7 @@ class Conversion:
     dst: str  # folder to write; it must not exist yet
     format: Literal["released", "bf16"]
     adapter: str | None = None  # folder with a LoRA adapter of that checkpoint, which is merged into its weights
+    processes: PositiveInt = 1  # number of processes on this machine that convert together
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -259,6 +260,7 @@ class Merger:
     weights: list[float] | None  # weight of each checkpoint; null: equal weights
     dst: str  # folder to write; it must not exist yet
     format: Literal["plain", "released"]
+    processes: PositiveInt = 1  # number of processes on this machine that merge together
 
     @property
     def shares(self) -> list[float]:

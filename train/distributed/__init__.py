@@ -5,6 +5,7 @@ multiple of n hold the same part. This package imports ``train.config``, ``train
 imports only files listed above it:
 
     launchers           reads rank and number of processes from the environment; imports no torch
+    workers             starts processes on this machine for one piece of work, such as converting a checkpoint
     failure_detector    waits until all processes have started; detects processes that die or hang, and names them
     world               the device of this process; sums and other collective operations over all processes
     dense               divides the rows of the blocks' dense matrices over processes, by FSDP2

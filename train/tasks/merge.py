@@ -6,6 +6,7 @@ Averaging makes sense for runs that started from the same weights.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from data import DataConfig
+from data.progress import progress
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, merge_checkpoints
 from model.checkpoint.names import COMPANIONS
 from model.engram import engram_tables
+from model.parallel.ranks import RankGroup
 from train.checkpoint.init_from import Pretrained, find_pretrained, open_pretrained
 from train.checkpoint.run_state import first_difference
 from train.config.schema import Merger
+from train.distributed.workers import work_together
 from train.errors import InputError, user_errors
 
 
@@ -35,23 +39,35 @@ def run(config: Merger) -> None:
     """
     if Path(config.dst).exists():
         raise InputError(f"{config.dst} exists already; name a new folder")
-    with user_errors(), ExitStack() as stack:
+    with user_errors():
         origins = [find_pretrained(name) for name in config.checkpoints]
         for other in origins[1:]:
             check_same(origins[0], other)
-        size, left_out = merge_checkpoints(
+        with progress("merging", 1.0) as done:
+            size, left_out = work_together(config.processes, _merge, (config, origins), done)
+    for origin, share in zip(origins, config.shares, strict=True):
+        print(f"{share:.6g} x {origin.folder}")
+    if left_out:
+        print(f"{len(left_out)} drafter tensors ({left_out[0]}, ...) are left out: not every checkpoint has them")
+    print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")
+
+
+def _merge(
+    job: tuple[Merger, list[Pretrained]], ranks: RankGroup, done: Callable[[float], None]
+) -> tuple[int, list[str]]:
+    """Merge this process's part of the rows; the result is that of ``merge_checkpoints``."""
+    config, origins = job
+    with ExitStack() as stack:
+        return merge_checkpoints(
             [stack.enter_context(open_pretrained(origin)) for origin in origins],
             config.shares,
             ModelConfig.from_dict(origins[0].model),
             config.dst,
             config.format,
             companions(origins[0]),
+            done=done,
+            ranks=ranks,
         )
-    for origin, share in zip(origins, config.shares, strict=True):
-        print(f"{share:.6g} x {origin.folder}")
-    if left_out:
-        print(f"{len(left_out)} drafter tensors ({left_out[0]}, ...) are left out: not every checkpoint has them")
-    print(f"wrote {config.dst}: {size:,} bytes of tensors, format={config.format}")
 
 
 def check_same(first: Pretrained, other: Pretrained) -> None:
