@@ -333,7 +333,9 @@ class DeepseekV41(nn.Module):
         trace = self.run_backbone(input_ids, layout, pixel_values, image_grid_hws, vision_token_types, routing)
         targets = layout.targets(labels)
         supervised = targets >= 0
-        rows = supervised.nonzero().flatten()
+        rows = layout.supervised
+        if rows is None:  # the layout was computed without labels
+            rows = supervised.nonzero().flatten()
         hidden = trace.hidden.index_select(0, rows)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -367,7 +369,11 @@ class DeepseekV41(nn.Module):
         reads the values of the batch; no other function does. Under context parallelism all ranks of a group get the
         same batch, and the layout is that of this rank's chunk. batch: as in `lay_out_whole`.
         """
-        return self.own_chunk(self.lay_out_whole(input_ids, labels, **batch), batch.get("vision_token_types"))
+        whole = self.lay_out_whole(input_ids, labels, **batch)
+        layout = self.own_chunk(whole, batch.get("vision_token_types"))
+        if labels is None:
+            return layout
+        return replace(layout, supervised=(layout.targets(labels) >= 0).nonzero().flatten())
 
     def lay_out_whole(
         self,

@@ -283,21 +283,25 @@ class IndexerLossInputs(NamedTuple):
     topk_indices: Tensor
 
 
-def indexer_loss(indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervised: Tensor) -> Tensor:
+def indexer_loss(
+    indexer_loss_inputs: IndexerLossInputs, mass: Tensor, supervised: Tensor, rows: Tensor | None = None
+) -> Tensor:
     """The indexer loss: the sum over the supervised queries of KL(target || student) on their selected entries, 0-d
     fp32.
 
     The target is the attention mass [T, K] on the selected entries, summed over the heads of all layers that use the
     selection, L1-normalised and detached. The student is the softmax of the indexer scores over the same entries.
-    supervised bool [T]: the queries that the loss includes, unless they see no entry. The loss is that of V3.2's sparse
-    training stage, applied to V4.1.
+    supervised bool [T]: the queries that the loss includes, unless they see no entry. rows int64 [R]: the indices of
+    these queries; without it, the host waits for the device to count them. The loss is that of V3.2's sparse training
+    stage, applied to V4.1.
     """
     (q, weights), keys, topk_indices = indexer_loss_inputs
     if in_triton(q):
         from model.kernels import indexer as kernels
 
         return kernels.indexer_loss(q, weights, keys, topk_indices, mass, supervised)
-    return _IndexerLoss.apply(q, weights, keys, topk_indices, mass, supervised)
+    rows = supervised.nonzero().flatten() if rows is None else rows
+    return _IndexerLoss.apply(q, weights, keys, topk_indices, mass, rows)
 
 
 class _IndexerLoss(torch.autograd.Function):
@@ -307,7 +311,7 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, q, weights, keys, topk_indices, mass, supervised):
+    def forward(ctx, q, weights, keys, topk_indices, mass, taught):
         tokens, heads, dim = q.shape
         k = topk_indices.shape[1]
         need = any(ctx.needs_input_grad[:3])
@@ -315,9 +319,8 @@ class _IndexerLoss(torch.autograd.Function):
         d_keys = torch.zeros_like(keys, dtype=torch.float32) if need else None
         total = torch.zeros((), dtype=torch.float32, device=q.device)
         scratch = Scratch()
-        rows_all = (supervised & (topk_indices >= 0).any(-1)).nonzero().flatten()
         step = max(1, chunk_elements(q.device) // max(1, k * (heads + dim)))
-        for rows in rows_all.split(step):
+        for rows in taught.split(step):
             index = topk_indices.index_select(0, rows)
             missing = index < 0
             index = index.clamp(min=0).long()
@@ -332,6 +335,7 @@ class _IndexerLoss(torch.autograd.Function):
             if not need:
                 continue
             d_scores = log_student.exp().mul_(target.sum(-1, keepdim=True)).sub_(target)
+            d_scores.masked_fill_(missing, 0.0)  # NaN for a query that sees no entry
             d_weights[rows] = torch.bmm(active, d_scores[:, :, None]).squeeze(-1)
             d_dots = (w_rows[:, :, None] * d_scores[:, None, :]).mul_(active > 0).to(q.dtype)
             d_q[rows] = torch.bmm(d_dots, chosen)

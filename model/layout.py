@@ -97,6 +97,7 @@ class SequenceLayout:
     phasors_yarn: Tensor  # fp32 [T, rope/2, 2] of compressed layers
     entries: dict[int, Entries]  # by compression ratio
     chunk: Chunk | None = None  # None: this rank computes all tokens
+    supervised: Tensor | None = None  # int64 [R]: indices of the tokens with a target; None if no labels were given
 
     @property
     def tokens(self) -> int:

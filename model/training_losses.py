@@ -95,7 +95,8 @@ def training_losses(
         train_indexer: whether indexers are trained; if False their gradients are zero, whatever `weights` is.
     """
     balance_sum = sequence_balance(routings, layout)
-    kl_sum, queries = _indexer_losses(indexers, supervised, train_indexer and weights.indexer_kl > 0)
+    train = train_indexer and weights.indexer_kl > 0
+    kl_sum, queries = _indexer_losses(indexers, supervised, layout.supervised, train)
     total = lm_sum / denominators.supervised.clamp(min=1)
     total = total + weights.router_balance * balance_sum / denominators.num_tokens.clamp(min=1)
     total = total + weights.indexer_kl * (kl_sum / denominators.index_queries.clamp(min=1)).sum()
@@ -111,16 +112,16 @@ def training_losses(
 
 
 def _indexer_losses(
-    indexers: Sequence[tuple[IndexerLossInputs, Tensor]], supervised: Tensor, train: bool
+    indexers: Sequence[tuple[IndexerLossInputs, Tensor]], supervised: Tensor, rows: Tensor | None, train: bool
 ) -> tuple[Tensor, Tensor]:
     """For each indexer, the KL summed over its queries and the number of queries int64, both [indexers]. If indexers
-    are not trained, they get zero gradients, so that every parameter has a gradient.
+    are not trained, they get zero gradients, so that every parameter has a gradient. rows: see `indexer_loss`.
     """
     if not indexers:
         return supervised.new_zeros(0, dtype=torch.float32), supervised.new_zeros(0, dtype=torch.int64)
     queries = [(supervised & (inputs.topk_indices >= 0).any(-1)).sum() for inputs, _ in indexers]
     if train:
-        sums = [indexer_loss(inputs, mass, supervised) for inputs, mass in indexers]
+        sums = [indexer_loss(inputs, mass, supervised, rows) for inputs, mass in indexers]
     else:
         sums = [0.0 * _touch(inputs) for inputs, _ in indexers]
     return torch.stack(sums), torch.stack(queries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ LAUNCH_NOTHING = {
     "aten::new_empty",
     "aten::new_empty_strided",
     "aten::set_",
+    "prim::device",
 }
 # Operations whose result, or its size, the host must know; `lift_fresh` is a tensor made from a list.
 WAIT = {
@@ -44,12 +46,15 @@ WAITING_METHODS = ("tolist", "numpy", "cpu")
 
 
 class Launches:
-    """launched: operations by name that launch something. waited: by name, what would wait, while `watching`; with
-    `blocks_only` only inside the forward of a block.
+    """launched: operations by name that launch something. launched_in: the same by (module, name), where layers have
+    no numbers; the module is that whose forward or recomputation runs, or "" (`name_modules`). waited: by name, what
+    would wait, while `watching`; with `blocks_only` only inside the forward of a block.
     """
 
     def __init__(self) -> None:
         self.launched: Counter[str] = Counter()
+        self.launched_in: Counter[tuple[str, str]] = Counter()
+        self._modules = [""]
         self.waited: Counter[str] = Counter()
         self.blocks_only, self._inside = False, 0
 
@@ -86,6 +91,17 @@ class Launches:
     def _enter(self, by: int) -> None:
         self._inside += by
 
+    def name_modules(self, model: nn.Module) -> None:
+        """Fill `launched_in`. Hooks run also where a recomputation is cut short by an exception."""
+        for name, module in model.named_modules():
+            plain = re.sub(r"\.\d+", "", name)
+            module.register_forward_pre_hook(lambda *_, plain=plain: self._modules.append(plain))
+            module.register_forward_hook(lambda *_: self._modules.pop() and None, always_call=True)
+
+    def note(self, name: str) -> None:
+        self.launched[name] += 1
+        self.launched_in[self._modules[-1], name] += 1
+
 
 class _Operations(TorchDispatchMode):
     def __init__(self, launches: Launches):
@@ -95,7 +111,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args: tuple = (), kwargs: dict[str, Any] | None = None):
         name, launches = function._schema.name, self.launches
         if not function.is_view and name not in LAUNCH_NOTHING:
-            launches.launched[name] += 1
+            launches.note(name)
         if launches.watching and _waits(name, args, kwargs or {}):
             launches.waited[name] += 1
         return function(*args, **(kwargs or {}))

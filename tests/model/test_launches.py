@@ -1,14 +1,17 @@
 """What a micro-batch of the released layer schedule would launch on a GPU, and what its host would wait for.
 
-Counted on the CPU at toy widths, with the chunk sizes of CUDA, forward and backward with recomputation.
+Counted on the CPU at toy widths, with the chunk sizes of CUDA, forward and backward with recomputation. Triton kernels
+are counted on fake tensors, on which each is one operation that runs nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model.sparse
 from model import ForwardOptions, ModelConfig, build_model
@@ -44,19 +47,21 @@ WIDTHS = {
 LAYERS = 40
 
 
-def micro_batch(parallel: Parallel | None = None) -> Launches:
-    """One micro-batch of two documents, forward and backward."""
+def micro_batch(parallel: Parallel | None = None, kernels: str = "plain", fake: bool = False) -> Launches:
+    """One micro-batch of two documents, forward and backward; on fake tensors under autocast in bf16."""
     model.sparse.CHUNK_ELEMENTS = dict.fromkeys(model.sparse.CHUNK_ELEMENTS, model.sparse.CHUNK_ELEMENTS["cuda"])
     config = ModelConfig.from_dict({"text_config": WIDTHS})
     assert config.text.num_hidden_layers == LAYERS
-    runtime = ForwardOptions(recompute=True)
+    runtime = ForwardOptions(recompute=True, kernels=kernels)
     built = build_model(config, runtime, token_map=torch.arange(512), parallel=parallel or Parallel())
     ids = torch.randint(5, 500, (1, 64), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([[40, 24]])}
     batch["layout"] = built.lay_out(**batch)
     launches = Launches()
     launches.watch_blocks_only(built.layers)
-    with launches.counting():
+    launches.name_modules(built)
+    tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with tensors, torch.autocast("cpu", torch.bfloat16, enabled=fake), launches.counting():
         total = built.losses(**batch, denominators=built.loss_denominators(**batch)).total
         launches.blocks_only = False
         total.backward()
@@ -68,6 +73,17 @@ def test_a_micro_batch_stays_within_its_budget(monkeypatch) -> None:
     launches = micro_batch()
     assert launches.total <= 70_000, launches.launched.most_common(20)
     assert launches.total >= 1_000 * LAYERS  # the counter sees them
+    assert not launches.waited
+
+
+@pytest.mark.slow
+def test_with_kernels_a_micro_batch_launches_a_sixth_of_that(monkeypatch) -> None:
+    """Fake tensors also show that no value decides what is computed: reading one raises."""
+    monkeypatch.setattr(model.sparse, "CHUNK_ELEMENTS", model.sparse.CHUNK_ELEMENTS)
+    launches = micro_batch(kernels="triton", fake=True)
+    assert launches.total <= 12_000, launches.launched.most_common(20)
+    for name in ("rms_norm", "clamped_swiglu", "rotate_and_round", "sparse_attention_backward"):
+        assert launches.launched[f"narrows::{name}"] >= LAYERS
     assert not launches.waited
 
 
