@@ -33,6 +33,7 @@ from train.distributed.world import World, settle_precision
 from train.errors import Interrupted, NonFiniteError
 from train.logging.log import NullReporter, Reporter
 from train.lora.peft_format import merged_record, read_changes
+from train.lora.serving import merge_report
 
 
 @contextmanager
@@ -164,19 +165,20 @@ def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -
     if run.config.lora.on:
         reporter.log(f"adapter:    {keep_adapter(run)}")
     if run.config.checkpoint.export:
-        export(run, directory / "export", drafter)
+        for line in export(run, directory / "export", drafter):
+            reporter.log(line)
         reporter.log(f"export:     {directory / 'export'}")
     if (picture := reporter.plot()) is not None:
         reporter.log(f"plot:       {picture}")
     reporter.log(f"metrics:    {directory / 'metrics.jsonl'}")
 
 
-def export(run: Run, folder: Path, drafter: Drafter | None = None) -> None:
+def export(run: Run, folder: Path, drafter: Drafter | None = None) -> list[str]:
     """Write the model of the finished run as a checkpoint folder, with its drafter. All ranks call this together.
 
     If the base weights are held packed (``lora.base``), the adapter is merged while the files of the base checkpoint
     are copied, a few rows at a time, so the merged weights are never in memory as a whole. Every rank merges a part of
-    the rows.
+    the rows. Returns lines for the log: what the stored weights have kept of the adapter.
     """
     config, form = run.config, run.config.checkpoint.export
     assert form, "export() was called although checkpoint.export is off"
@@ -186,8 +188,8 @@ def export(run: Run, folder: Path, drafter: Drafter | None = None) -> None:
             changes = read_changes(config.run_dir / "adapter", run.model_config.text.n_routed_experts)
             base = find_pretrained(config.initial_checkpoint).folder
             files = {MERGED: merged_record(config.run_dir / "adapter", base)}
-        convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files, ranks=ranks)
-        return
+        written = convert_checkpoint(base, folder, form, changes=changes, replace=True, files=files, ranks=ranks)
+        return merge_report(written.arrived) if form == "released" else []
     files = tokenizer_files(config.data, run.tokenizer)
     if config.lora.on and run.world.first:  # it alone writes these files, and has written the adapter
         files[MERGED] = merged_record(config.run_dir / "adapter", find_pretrained(config.initial_checkpoint).folder)
@@ -200,6 +202,7 @@ def export(run: Run, folder: Path, drafter: Drafter | None = None) -> None:
         ranks=storage.ranks(),
         drafter=run.model if config.dspark is not None else drafter,
     )
+    return []
 
 
 def keep_adapter(run: Run) -> Path:

@@ -166,7 +166,8 @@ class TensorSource(NamedTuple):
     shape: the shape of the whole tensor, of which this process may handle only some rows or none. dtype: the dtype to
     store the tensor in, unless the writer asks for another. scales: returns the kept quantisation scales of the rows,
     if there are any. stored: yields the codes and scales of the same blocks, if the tensor is stored quantised.
-    of_rows: returns the same tensor with a range of rows only, which must begin at the start of a tile.
+    of_rows: returns the same tensor with a range of rows only, which must begin at the start of a tile. stored_as: is
+    called, after each block, with the values that the file represents for this block.
     """
 
     name: str
@@ -177,6 +178,7 @@ class TensorSource(NamedTuple):
     start: int = 0
     stored: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     of_rows: Callable[[slice], TensorSource] | None = None
+    stored_as: Callable[[Tensor], None] | None = None
 
 
 def deal_rows(sources: Iterable[TensorSource], ranks: RankGroup) -> Iterator[TensorSource]:
@@ -329,6 +331,8 @@ def packed(source: TensorSource, packing: Packing) -> list[Stored]:
             tiles = tile_span(slice(row, row + len(block)), packing)
             part, scale = pack(block, packing, None if former is None else former[tiles].to(block.device))
             scales.append(scale)
+            if source.stored_as is not None:
+                source.stored_as(unpack(part, scale, packing))
             yield part
             row += len(block)
 

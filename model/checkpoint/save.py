@@ -163,7 +163,7 @@ def write_checkpoint(
             bundles.append(packed(source, packing))
             continue
         keep = dtype is None or len(source.shape) < 2 or ".hc_" in source.name
-        stored = Stored(source.name, source.shape, source.dtype if keep else dtype, source.blocks, source.start)
+        stored = _cast(source, source.dtype if keep else dtype)
         bundles.append([stored])
         if source.name == "embed.weight":
             plain = stored.dtype
@@ -177,6 +177,17 @@ def write_checkpoint(
         ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / GENERATION, ids)
     return total
+
+
+def _cast(source: TensorSource, dtype: torch.dtype) -> Stored:
+    def blocks() -> Iterator[Tensor]:
+        for block in source.blocks():
+            block = block.to(dtype)
+            if source.stored_as is not None:
+                source.stored_as(block)
+            yield block
+
+    return Stored(source.name, source.shape, dtype, blocks, source.start)
 
 
 def _kept_scales(source: TensorSource, packing: Packing) -> Stored:

@@ -16,8 +16,8 @@ from train.config import moved
 from train.config.compose import GROUPS, composed
 from train.config.dspark import with_drafter
 from train.config.problems import ConfigError, problem
-from train.config.rules import cross_problems, eval_problems, merge_problems
-from train.config.schema import SMALL, Config, Evaluation, Merger, Small
+from train.config.rules import convert_problems, cross_problems, eval_problems, merge_problems
+from train.config.schema import SMALL, Config, Conversion, Evaluation, Merger, Small
 
 
 def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
@@ -125,6 +125,8 @@ def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:
             [text for path, entry in zip(paths, errors, strict=True) for text in _describe(path, entry, whole)]
         ) from None
     problems = list(merge_problems(config)) if isinstance(config, Merger) else []
+    if isinstance(config, Conversion):
+        problems += convert_problems(config)
     if isinstance(config, Evaluation):
         problems += eval_problems("tasks", config.tasks)
     if problems:

@@ -23,7 +23,7 @@ from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
 from train.config.rollout import ServersConfig
-from train.config.schema import Config, Merger, OptimConfig, ParallelConfig, TaskConfig
+from train.config.schema import Config, Conversion, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
 # the tasks whose rows may be split over processes
@@ -396,6 +396,13 @@ def _drafter_problems(dspark: DsparkConfig, model: Mapping[str, Any], expert_par
         yield f"parallel.expert_parallel = {expert_parallel}: {rule}. Choose a divisor of that"
     if not (dspark.ce or dspark.l1):
         yield "dspark.ce = 0.0: with dspark.l1 = 0 too, no loss trains the draft tokens. Raise one of the two"
+
+
+def convert_problems(conversion: Conversion) -> Iterator[str]:
+    """Yield the problem between the keys of ``task=convert``, if there is one."""
+    if conversion.keep and conversion.adapter is None:
+        rule, remedy = "writes an adapter beside the weights, and none is given", "Name its folder: adapter=FOLDER"
+        yield problem("keep", True, rule, remedy)
 
 
 def merge_problems(merger: Merger) -> Iterator[str]:

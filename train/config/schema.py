@@ -248,6 +248,8 @@ class Conversion:
     dst: str  # folder to write; it must not exist yet
     format: Literal["released", "bf16"]
     adapter: str | None = None  # folder with a LoRA adapter of that checkpoint, which is merged into its weights
+    # True: do not merge what serving engines can add to packed weights, but write it beside them: dst/base, dst/adapter
+    keep: bool = False
     processes: PositiveInt = 1  # number of processes on this machine that convert together
 
 

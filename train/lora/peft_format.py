@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -41,8 +41,32 @@ _KEEP_THE_BASE = (
 )  # values of init_lora_weights; all other values change the base weights
 
 
+class Adapter(NamedTuple):
+    """An adapter that has been read: the factors (B, A) of each tensor that it changes, by released tensor name; the
+    new router biases, if it has any; and its configuration. The change of a tensor is `scaling` * B A.
+    """
+
+    factors: dict[str, tuple[Tensor, Tensor]]
+    biases: dict[str, Tensor]
+    config: dict[str, Any]
+
+    @property
+    def scaling(self) -> float:
+        return self.config["lora_alpha"] / self.config["r"]
+
+    def changes(self) -> dict[str, Change]:
+        """The change of each tensor that the adapter changes, by released tensor name."""
+        added = {name: _added(b, a, self.scaling) for name, (b, a) in self.factors.items()}
+        return added | {name: Change(tuple(t.shape), partial(_replaced, t)) for name, t in self.biases.items()}
+
+
 def read_changes(folder: Path, experts: int) -> dict[str, Change]:
-    """Read the adapter in `folder`. Returns the change of each tensor that it changes, by released tensor name.
+    """Read the adapter in `folder` as the change of each tensor; see `read_adapter`."""
+    return read_adapter(folder, experts).changes()
+
+
+def read_adapter(folder: Path, experts: int) -> Adapter:
+    """Read the adapter in `folder`.
 
     experts: number of routed experts in each layer of the model.
 
@@ -61,10 +85,9 @@ def read_changes(folder: Path, experts: int) -> dict[str, Change]:
         if not tensor.isfinite().all():
             raise ValueError(f"{folder}: tensor {name} has a NaN or infinite value")
     try:
-        changes = dict(_factor_changes(tensors, config, experts))
+        return Adapter(dict(_factors(tensors, config, experts)), biases, config)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from None
-    return changes | {name: Change(tuple(t.shape), partial(_replaced, t)) for name, t in biases.items()}
 
 
 def merged_record(adapter: Path, base: Path) -> str:
@@ -100,8 +123,10 @@ def _oddities(config: Any) -> Iterator[str]:
             yield f"{key} = {value!r}"
 
 
-def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts: int) -> Iterator[tuple[str, Change]]:
-    rank, scaling = config["r"], config["lora_alpha"] / config["r"]
+def _factors(
+    tensors: dict[str, Tensor], config: dict[str, Any], experts: int
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    rank = config["r"]
     left = dict(tensors)
     for key in tensors:
         if not (match := _NAME.fullmatch(key)):
@@ -116,14 +141,14 @@ def _factor_changes(tensors: dict[str, Tensor], config: dict[str, Any], experts:
             wanted = f"[{rank * count}, in] and [out, {rank * count}]"
             raise ValueError(f"the factors of {module} are {list(a.shape)} and {list(b.shape)}, must be {wanted}")
         if embedding:
-            yield _added(f"{module}.weight", a.t(), b.t(), scaling)
+            yield f"{module}.weight", (a.t(), b.t())
         elif not module.endswith(".experts"):
-            yield _added(f"{module}.weight", b, a, scaling)
+            yield f"{module}.weight", (b, a)
         else:
             weight = _stacked(module, depth, config.get("target_parameters") or [])
             for expert in range(experts):
                 own_a, own_b = a.unflatten(0, (experts, -1))[expert], b.unflatten(1, (-1, experts))[:, :, expert]
-                yield _added(f"{module}.{expert}.{weight}.weight", own_b, own_a, scaling)
+                yield f"{module}.{expert}.{weight}.weight", (own_b, own_a)
     if left:
         raise ValueError(f"tensor {min(left)} is not a LoRA factor, or its matching factor is missing")
 
@@ -140,11 +165,11 @@ def _stacked(module: str, depth: int, targets: list[str]) -> str:
     return named[-1 - depth]
 
 
-def _added(name: str, b: Tensor, a: Tensor, scaling: float) -> tuple[str, Change]:
+def _added(b: Tensor, a: Tensor, scaling: float) -> Change:
     def apply(rows: slice, block: Tensor) -> Tensor:
         return block.float() + scaling * (b[rows].float() @ a.float())
 
-    return name, Change((len(b), a.shape[1]), apply)
+    return Change((len(b), a.shape[1]), apply)
 
 
 def _replaced(tensor: Tensor, rows: slice, block: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from train.config.problems import ConfigError
 from train.config.schema import Config, Conversion, LoraConfig, SmallTask
 from train.errors import InputError
 from train.lora import inject, peft_format
+from train.lora.peft_format import read_adapter
 from train.lora.targets import LORA_TARGETS
 from train.tasks import convert, pretrain
 
@@ -306,3 +307,70 @@ def test_a_model_with_an_adapter_decodes_with_a_drafter() -> None:
     assert [sample.tokens for sample in own] == [sample.tokens for sample in plain]
     assert [sample.tokens for sample in plain] != [sample.tokens for sample in before]
     assert all(len(sample.accepted) > 0 for sample in own)
+
+
+def trained_adapter(make, folder: Path, out: Path, targets: str, std: float, biases: bool = False) -> Path:
+    """An adapter with random factors of this size on the released folder ``folder``."""
+    run = build(make(f"lora.targets=[{targets}]", f"init_from={folder}", "runtime.frozen=values"))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in inject.trained_parameters(run.model).values():
+        parameter.data.normal_(std=std, generator=draw)
+    inject.save_adapter(run.model, out, str(folder), biases=biases)
+    return out
+
+
+@pytest.mark.slow
+def test_a_merge_says_what_rounding_has_left_of_the_adapter(make, base: Path, tmp_path, capsys) -> None:
+    """Shares against fp64 from the files before and after; a small change is rounded away, a large one is not."""
+    released = convert_with(None, base, tmp_path / "released", "released")
+    before = load_pretrained(released).state_dict()
+    experts = load_pretrained(released).config.text.n_routed_experts
+    for std, warned in ((0.003, True), (0.3, False)):
+        folder = trained_adapter(make, released, tmp_path / f"adapter-{std}", "attention,experts,embed", std)
+        adapter = read_adapter(folder, experts)
+        capsys.readouterr()
+        after = load_pretrained(convert_with(folder, released, tmp_path / f"merged-{std}", "released")).state_dict()
+        shown = capsys.readouterr().out
+        meant = stored = along = 0.0
+        for name, (b, a) in adapter.factors.items():
+            if match := re.fullmatch(r"(.*experts)\.(\d+)\.(w[123])\.weight", name):
+                stack, expert = f"{match[1]}.{match[3]}", int(match[2])
+                wanted = adapter.scaling * (b.double() @ a.double())
+                got = after[stack][expert].double() - before[stack][expert].double()
+                meant, stored = meant + wanted.square().sum(), stored + got.square().sum()
+                along = along + (wanted * got).sum()
+        line = next(line for line in shown.splitlines() if line.startswith("  experts"))
+        found = [float(text.rstrip("%")) / 100 for text in line.split()[1:]]
+        assert found == pytest.approx([float((stored / meant).sqrt()), float(along / meant)], abs=6e-4)
+        assert ("warning: rounding takes more than half" in shown and "keep=true" in shown) == warned
+        assert re.search(r"  embed +\d+\.\d% +\d+\.\d%", shown) and "  attention" in shown
+
+
+@pytest.mark.slow
+def test_an_adapter_is_kept_beside_its_packed_base(make, base: Path, tmp_path, capsys) -> None:
+    released = convert_with(None, base, tmp_path / "released", "released")
+    adapter = trained_adapter(make, released, tmp_path / "adapter", "attention,shared_experts,experts,head", 0.1, True)
+    convert.run(Conversion(SmallTask("convert"), str(released), str(tmp_path / "kept"), "released", str(adapter), True))
+    kept, old = (load_file(folder / "model.safetensors") for folder in (tmp_path / "kept/base", released))
+    changed = {name for name in old if raw(old[name]) != raw(kept[name])}
+    assert {name.split(".")[-2] for name in changed if "gate.bias" not in name} == {"wo_a", "head"}
+    assert re.search(r"  attention +\d", capsys.readouterr().out)
+    exact = load_pretrained(convert_with(adapter, released, tmp_path / "exact", "bf16")).state_dict()
+    again = load_pretrained(
+        convert_with(tmp_path / "kept/adapter", tmp_path / "kept/base", tmp_path / "again", "bf16")
+    ).state_dict()
+    for name, tensor in exact.items():
+        if "wo_a" not in name:  # rounded to FP8 in the base
+            assert torch.equal(tensor, again[name]), name
+    with pytest.raises(ValueError, match="has already been merged into"):
+        convert_with(adapter, tmp_path / "kept/base", tmp_path / "twice", "bf16")
+    plain = trained_adapter(make, released, tmp_path / "experts", "experts", 0.1)
+    convert.run(Conversion(SmallTask("convert"), str(released), str(tmp_path / "linked"), "released", str(plain), True))
+    for path in (tmp_path / "linked/base").iterdir():
+        assert path.samefile(released / path.name)
+    only = trained_adapter(make, released, tmp_path / "only-head", "head", 0.1)
+    with pytest.raises(ValueError, match="changes nothing that serving engines add"):
+        convert.run(
+            Conversion(SmallTask("convert"), str(released), str(tmp_path / "none"), "released", str(only), True)
+        )
+    assert not (tmp_path / "none").exists()
