@@ -17,6 +17,18 @@ set +x # a trace would show the W&B key
 : "${NARROWS_MAX_SKEW_S:=1}"      # seconds between the clocks of two nodes
 : "${NARROWS_HEALTH_TIMEOUT_S:=120}"  # that a process waits for the others
 export NARROWS_GPUS_PER_NODE NARROWS_HEALTH_DIRS NARROWS_MIN_FREE_GIB NARROWS_MAX_SKEW_S NARROWS_HEALTH_TIMEOUT_S
+for narrows_name in NARROWS_MAX_REQUEUES NARROWS_MAX_FAILURES NARROWS_GPUS_PER_NODE NARROWS_MIN_FREE_GIB NARROWS_HEALTH_TIMEOUT_S NARROWS_MAX_SKEW_S; do
+  case $narrows_name in
+    NARROWS_GPUS_PER_NODE) narrows_number='^(0|[1-9][0-9]*)?$' ;;
+    NARROWS_MAX_SKEW_S) narrows_number='^[0-9]+(\.[0-9]+)?$' ;;
+    *) narrows_number='^(0|[1-9][0-9]*)$' ;;
+  esac
+  if [[ ! ${!narrows_name} =~ $narrows_number ]]; then
+    echo "error: $narrows_name=${!narrows_name} is not a number that can be used here; it needs one as in slurm/env.sh" >&2
+    return 1
+  fi
+done
+unset narrows_name narrows_number
 # --- W&B: WANDB_API_KEY, or a file that nobody else can read and that holds nothing but the key
 : "${WANDB_API_KEY_FILE:=}"
 

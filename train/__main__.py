@@ -30,7 +30,7 @@ from train.config.help import help_text
 from train.config.parse import parse
 from train.config.tasks import TASKS
 from train.distributed.launchers import LAUNCHERS, run_to_the_end
-from train.errors import LOST, REFUSED, Interrupted, NonFiniteError, RankLost
+from train.errors import EXIT_CODES, REFUSED, exit_code
 
 FEW_CORES = 2
 
@@ -89,18 +89,10 @@ def run_task(raw: DictConfig) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         task(checked)
-    except (NonFiniteError, FloatingPointError) as error:  # raised by a training step; raised by text generation
-        fail(3, error)
-    except Interrupted as error:
-        fail(75, error)
-    except RankLost as error:
-        fail(LOST, error, told=error.reported)
-    except BrokenPipeError as error:
-        if is_closed(sys.stdout):
+    except tuple(EXIT_CODES) as error:
+        if isinstance(error, BrokenPipeError) and is_closed(sys.stdout):
             end_like_other_tools()
-        fail(2, error)
-    except REFUSED as error:
-        fail(2, error)
+        fail(exit_code(error), error, told=getattr(error, "reported", None))
     except KeyboardInterrupt:
         fail(130, "Ended by Ctrl-C; nothing was saved. The same command continues from the last checkpoint, if any.")
 

@@ -50,3 +50,22 @@ class RankLost(RuntimeError):
     def __init__(self, text: str, reported: bool):
         super().__init__(text)
         self.reported = reported
+
+
+# Exit codes of a process that an exception ends with a message; `train/__main__.py` lists what the codes mean.
+EXIT_CODES: dict[type[Exception], int] = {
+    NonFiniteError: 3,  # raised by a training step
+    FloatingPointError: 3,  # raised by text generation
+    Interrupted: 75,
+    RankLost: LOST,
+    **dict.fromkeys(REFUSED, 2),
+}
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends with ``error``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

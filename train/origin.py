@@ -1,14 +1,18 @@
-"""Checks that the other checkpoints that a continued run reads again still have the weights the run began with.
+"""Notes which other checkpoints a run began with, and checks that those that are read again still have these weights.
 
 A run with LoRA, a drafter, a KL term or teachers reads other checkpoints again whenever it is continued. A setting such
-as ``init_from=runs/base`` means the newest checkpoint of that run, and that run may have saved a newer one since.
+as ``init_from=runs/base`` means the newest checkpoint of that run, and that run may have saved a newer one since. A
+checkpoint that was moved or renamed may be named by its new path.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from train.checkpoint.init_from import find_pretrained
 from train.checkpoint.run_state import write_text
@@ -19,16 +23,20 @@ FILE = "origin.json"  # in the run directory: key -> folder and digest
 SAMPLE = 2**20  # bytes at the beginning and at the end of each file that enter the hash
 
 
-def needed(config: Config) -> dict[str, str]:
-    """Map configuration keys to the checkpoints that the run reads again when it is continued."""
-    loss = None if config.rl is None else config.rl.loss
-    found = {}
-    if config.init_from and (config.frozen_base or config.dpo is not None or (loss is not None and loss.kl)):
-        found["init_from"] = config.init_from
+def named(config: Config) -> dict[str, str]:
+    """Map configuration keys to the checkpoints that the run begins with."""
+    found = {"init_from": config.init_from} if config.init_from else {}
     for number, task in enumerate(config.rl.tasks if config.rl is not None else ()):
         if teacher := getattr(task, "teacher", None):
             found[f"rl.tasks[{number}].teacher"] = teacher
     return found
+
+
+def reads_again(config: Config, key: str) -> bool:
+    """Return whether the run reads the checkpoint of a key of ``named`` again when it is continued."""
+    loss = None if config.rl is None else config.rl.loss
+    frozen = config.frozen_base or config.dpo is not None or (loss is not None and bool(loss.kl))
+    return key != "init_from" or frozen
 
 
 def digest(folder: Path) -> str:
@@ -45,8 +53,8 @@ def digest(folder: Path) -> str:
 
 
 def record(config: Config) -> None:
-    """Write ``origin.json``, which says which checkpoints the run reads, into the run directory, unless it exists."""
-    path, names = config.run_dir / FILE, needed(config)
+    """Write ``origin.json``, which says which checkpoints the run begins with, into its directory, unless it exists."""
+    path, names = config.run_dir / FILE, named(config)
     if names and not path.exists():
         folders = {key: find_pretrained(name).folder.resolve() for key, name in names.items()}
         noted = {key: {"folder": str(folder), "digest": digest(folder)} for key, folder in folders.items()}
@@ -54,21 +62,24 @@ def record(config: Config) -> None:
 
 
 def check(config: Config) -> set[str]:
-    """Compare the checkpoints that a continued run reads with those in its ``origin.json``.
+    """Compare the checkpoints that a continued run names with those in its ``origin.json``.
 
     Returns the configuration keys whose checkpoints have the recorded content, even if their path has changed.
 
     Raises:
-        ConfigError: a checkpoint differs from the one the run began with; the message names both folders.
+        ConfigError: a checkpoint that is read again differs from the one the run began with; the message names both
+            folders.
     """
     path, same, problems = config.run_dir / FILE, set(), []
     noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for key, name in needed(config).items():
+    for key, name in named(config).items():
         if key not in noted:
             continue
         folder, began = find_pretrained(name).folder.resolve(), Path(noted[key]["folder"])
         if digest(folder) == noted[key]["digest"]:
             same.add(key)
+            continue
+        if not reads_again(config, key):
             continue
         there = began.is_dir() and digest(began) == noted[key]["digest"]
         remedy = f"Continue with {key}={began}" if there else f"{began} is missing or was changed; restore it"
@@ -77,3 +88,19 @@ def check(config: Config) -> set[str]:
     if problems:
         raise ConfigError(problems)
     return same
+
+
+def renamed(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the saved configuration of a run, with the paths that ``config`` has for checkpoints of the same content.
+
+    Raises:
+        ConfigError: as ``check``.
+    """
+    tree = copy.deepcopy(dict(saved))
+    for key in check(config):
+        if key == "init_from":
+            tree["init_from"], tree["data"]["tokenizer"] = config.init_from, config.data.tokenizer
+        else:  # "rl.tasks[NUMBER].teacher"
+            number = int(key[len("rl.tasks[") : key.index("]")])
+            tree["rl"]["tasks"][number]["teacher"] = named(config)[key]
+    return tree

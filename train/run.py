@@ -29,8 +29,8 @@ from train.config.problems import ConfigError
 from train.config.resume import check_resumable
 from train.config.schema import Config, to_dict
 from train.distributed.launch import launch
-from train.distributed.world import World, settle_precision
-from train.errors import Interrupted, NonFiniteError
+from train.distributed.world import World, is_collective, settle_precision
+from train.errors import LOST, Interrupted, NonFiniteError, exit_code
 from train.logging.log import NullReporter, Reporter
 from train.lora.peft_format import merged_record, read_changes
 from train.lora.serving import merge_report
@@ -71,11 +71,15 @@ def run_logger(
         save_settings(run)
         origin.record(run.config)
     reporter = reporter_class(run.config, state) if run.world.first else NullReporter()
+    code = 0
     try:
         announce(run, state, reporter, folder, changes)
         yield reporter
+    except BaseException as error:
+        code = LOST if is_collective(error) else exit_code(error)  # `collective_guard` makes it a `RankLost`
+        raise
     finally:
-        reporter.close()
+        reporter.close(code)
 
 
 def find_state(config: Config) -> tuple[Path | None, list[str]]:
@@ -88,9 +92,7 @@ def find_state(config: Config) -> tuple[Path | None, list[str]]:
     if folder is None or not path.exists():
         return folder, []
     saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if "init_from" in origin.check(config):  # the same checkpoint, perhaps at another path
-        saved["init_from"], saved["data"]["tokenizer"] = config.init_from, config.data.tokenizer
-    return folder, check_resumable(saved, config)
+    return folder, check_resumable(origin.renamed(saved, config), config)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ signals the tasks but not the script, a cancelled job can be requeued, and the s
 
 ``$STUB_EVENTS``: ``[{"start": 0, "seen": ["text in the log", ...], "do": "warn" | "preempt" | "cancel"}, ...]``, each
 once, when all its texts are there; it leaves a file of its name in ``$STUB_DIR``. ``$STUB_JOB``: the job's number.
-``$STUB_NODES``: the nodes there are. ``$STUB_GPUS``: ``{"node": GPUs that nvidia-smi lists}``.
+``$STUB_ARRAY_TASK``: the job is this task of a job array, the one that has the array's own number; under the number
+alone scontrol then shows another task too, and changes all of them. ``$STUB_NODES``: the nodes there are.
+``$STUB_GPUS``: ``{"node": GPUs that nvidia-smi lists}``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import time
 from pathlib import Path
 
 JOB = os.environ["STUB_JOB"]
+TASK = os.environ.get("STUB_ARRAY_TASK")
+NAME = JOB if TASK is None else f"{JOB}_{TASK}"  # under which scontrol means this job alone
 STATE = Path(os.environ["STUB_DIR"]) / "job.json"
 TASKS = STATE.with_name("tasks.json")
 
@@ -74,6 +78,8 @@ def run_once(script: Path, arguments: list[str], options: dict[str, str], start:
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
     }
+    if TASK is not None:
+        environment |= {"SLURM_ARRAY_JOB_ID": JOB, "SLURM_ARRAY_TASK_ID": TASK}
     if start:
         environment["SLURM_RESTART_COUNT"] = str(start)
     write(JobState="RUNNING", PreemptTime="None")
@@ -164,11 +170,13 @@ def scontrol(arguments: list[str]) -> int:
     match arguments:
         case ["show", "hostnames", nodes]:
             print(*nodes.split(","), sep="\n")
-        case ["show", "job", "--oneliner", job] if job == JOB:
+        case ["show", "job", "--oneliner", job] if job in (JOB, NAME):
+            if job != NAME:
+                print(f"JobId={JOB} JobName=narrows JobState=RUNNING ExcNodeList=(null) PreemptTime=None")
             print(f"JobId={JOB} JobName=narrows " + " ".join(f"{key}={value}" for key, value in read().items()))
-        case ["requeue", job] if job == JOB:
+        case ["requeue", job] if job == NAME:
             write(JobState="PENDING")
-        case ["update", job, change] if job == f"JobId={JOB}" and change.startswith("ExcNodeList="):
+        case ["update", job, change] if job == f"JobId={NAME}" and change.startswith("ExcNodeList="):
             if read()["JobState"] != "PENDING":
                 print(f"Job is no longer pending execution for job {JOB}", file=sys.stderr)
                 return 1

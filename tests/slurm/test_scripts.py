@@ -60,6 +60,10 @@ def test_settings_can_be_given_from_outside(cluster) -> None:
         ({"NARROWS_VENV": "/nowhere"}, "error: /nowhere/bin/python does not exist"),
         ({"NARROWS_MODULES": "cuda/13"}, "error: NARROWS_MODULES is set, but there is no command 'module'"),
         ({"SLURM_JOB_NODELIST": ""}, "this is no Slurm job"),
+        ({"NARROWS_MAX_REQUEUES": "many"}, "error: NARROWS_MAX_REQUEUES=many is not a number"),
+        ({"NARROWS_MAX_FAILURES": "08"}, "error: NARROWS_MAX_FAILURES=08 is not a number"),
+        ({"NARROWS_GPUS_PER_NODE": "-1"}, "error: NARROWS_GPUS_PER_NODE=-1 is not a number"),
+        ({"NARROWS_MAX_SKEW_S": "1s"}, "error: NARROWS_MAX_SKEW_S=1s is not a number"),
     ],
 )
 def test_what_is_missing_is_said(cluster, environment: dict[str, str], message: str) -> None:
@@ -232,6 +236,15 @@ def test_outside_of_the_repository(cluster) -> None:
     given = cluster.environment | {"SLURM_SUBMIT_DIR": str(cluster.directory)}
     done = subprocess.run(["bash", SCRIPTS[2]], env=given, capture_output=True, text=True)
     assert done.returncode == 2 and "is not the repository's root" in done.stderr
+
+
+def test_a_task_of_a_job_array_requeues_itself_alone(cluster) -> None:
+    """The task whose number is that of the whole array: Slurm shows all tasks under it, and would requeue them all."""
+    cluster.python(FIRST_START)
+    result = cluster.submit(BAD_NODES="node2", STUB_ARRAY_TASK="3")
+    name = f"{cluster.environment['STUB_JOB']}_3"
+    assert f"job {name}] requeueing, without node2" in result.log and result.state["ExcNodeList"] == "node2"
+    assert result.log.count("requeueing") == 1 and "0: resumed" in result.log and result.code == 0
 
 
 # --- healthcheck.sh

@@ -84,6 +84,17 @@ def test_longer_run_continues_a_shorter_one(make_config, whole: Config) -> None:
     assert kept == numbers(whole.run_dir)
 
 
+def test_a_renamed_directory_continues_under_its_new_name(
+    make_config, whole: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("name=before", "task.tokens=700")
+    pretrain.run(config)
+    renamed = config.run_dir.rename(config.run_dir.with_name("after"))
+    pretrain.run(make_config("name=after"))
+    assert 'setting changed since that checkpoint: name: "before" -> "after"' in capsys.readouterr().out
+    assert numbers(renamed)[-1] == numbers(whole.run_dir)[-1] and not config.run_dir.exists()
+
+
 def test_signals_save_first_and_the_run_continues(make_config, whole: Config, monkeypatch) -> None:
     config = make_config("name=parts")
     for step, number in ((1, signal.SIGUSR1), (3, signal.SIGTERM), (4, signal.SIGINT)):

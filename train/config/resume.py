@@ -17,6 +17,7 @@ from train.config.schema import Config, to_dict
 
 # A run may continue with other values of these keys. A change of any other key is refused.
 CHANGEABLE = (
+    "name",  # the run directory was renamed
     "task.tokens",
     "task.eval_every",
     "task.eval_tasks",

@@ -167,7 +167,7 @@ class World:
             raise
         except Exception as error:
             # If another rank is gone, the collective call may fail before the failure detector knows which rank it is.
-            collective = _from_collective(error)
+            collective = is_collective(error)
             failure = detector.wait_for_failure(detector.timeout + 5 if collective else 0)
             detector.announce(f"{type(error).__name__}: {error}")
             if failure and collective:
@@ -181,5 +181,6 @@ class World:
         dist.destroy_process_group()
 
 
-def _from_collective(error: Exception) -> bool:
+def is_collective(error: BaseException) -> bool:
+    """Return whether ``error`` comes from a collective call that failed, as it does if another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

@@ -105,11 +105,13 @@ class Reporter:
         if self.bar is not None:
             self.bar.stop()
 
-    def close(self) -> None:
-        """Write pending data and close all files."""
+    def close(self, exit_code: int = 0) -> None:
+        """Write pending data and close all files. W&B is told the exit code of the process, so that it does not list a
+        run that failed as finished.
+        """
         self.stop_bar()
         for tracker in self.trackers:
-            tracker.finish()
+            tracker.finish(exit_code)
         self.jsonl.close()
         self.text.close()
 
@@ -120,7 +122,8 @@ class Reporter:
         kind = record["kind"]
         flat = {f"{kind}/{key}": value for key, value in scalars(record)} if self.trackers else {}
         for tracker in self.trackers:
-            tracker.log({**flat, "step": record["step"], "tokens": record["tokens"]})
+            # Without its own step number, W&B would count the records of every offline folder from 0 again.
+            tracker.log({**flat, "step": record["step"], "tokens": record["tokens"]}, step=record["step"])
 
     def _reopen(self, step: int) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -180,7 +183,7 @@ class NullReporter(Reporter):
         return Path()
 
     def stop_bar(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, exit_code: int = 0) -> None: ...
 
 
 def step_line(record: Mapping[str, Any]) -> str:

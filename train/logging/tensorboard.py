@@ -19,13 +19,13 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(folder), purge_step=first_step)
 
-    def log(self, values: dict[str, float]) -> None:
-        """Write numbers by name; ``values["step"]`` is the step that they belong to."""
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Write the numbers of a step by name."""
         for name, value in values.items():
             if name != "step":
-                self.writer.add_scalar(name, value, int(values["step"]))
+                self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def finish(self) -> None:
-        """Close the event file."""
+    def finish(self, exit_code: int) -> None:
+        """Close the event file, in which TensorBoard has no place for the exit code."""
         self.writer.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from train import loop
 from train.checkpoint.run_state import TrainerState
+from train.errors import NonFiniteError
 from train.logging import log, wandb
 from train.logging.log import Reporter, evaluation_line, step_line
 from train.logging.profile import StepTrace
@@ -112,6 +115,28 @@ def test_no_bar_where_there_is_no_terminal(make_config, capsys: pytest.CaptureFi
     assert reporter.bar is None and capsys.readouterr().out == step_line(RECORD) + "\n"
 
 
+def wandb_records(folder: Path) -> tuple[list[int], int | None]:
+    """W&B's own step of each row of numbers in an offline folder, and the exit code (None: the process was killed).
+
+    The file holds protocol buffers in LevelDB's log format: blocks of 32 KiB; each piece has a header of 7 bytes.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("*.wandb")
+    data, at, record, steps, code = path.read_bytes(), 7, b"", [], None
+    while at + 7 <= len(data):
+        length, kind = struct.unpack("<4xHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the piece is a whole record or its last piece
+            read, record = Record.FromString(record), b""
+            steps += [read.history.step.num] if read.HasField("history") else []
+            code = read.exit.exit_code if read.HasField("exit") else code
+        if 32768 - at % 32768 < 7:  # no room for another header: the rest of the block is empty
+            at += 32768 - at % 32768
+    return steps, code
+
+
 @pytest.mark.slow
 def test_wandb_records_offline_under_one_id_and_without_secrets(make_config, monkeypatch, tmp_path: Path) -> None:
     secret = "0123456789abcdef" * 3
@@ -119,14 +144,28 @@ def test_wandb_records_offline_under_one_id_and_without_secrets(make_config, mon
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
     config = make_config("logger=wandb", "logger.progress=false")
-    with monkeypatch.context() as patch:  # a run that ends before its first checkpoint
-        patch.setattr(loop, "train_step", lambda *arguments: (_ for _ in ()).throw(MemoryError))
-        with pytest.raises(MemoryError):
-            pretrain.run(config)
-    pretrain.run(make_config("logger=wandb", "logger.progress=false", "task.tokens=300"))
+    original = loop.train_step
+
+    def ends(at: int, error: type[Exception]):
+        def step(run, batches, done, *rest):
+            if done == at:
+                raise error
+            return original(run, batches, done, *rest)
+
+        return step
+
+    # The last checkpoint of the second run is that of step 2, so the third run repeats step 3.
+    for at, error in ((0, MemoryError), (3, NonFiniteError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "train_step", ends(at, error))
+            with pytest.raises(error):
+                pretrain.run(config)
     pretrain.run(config)
     identity = (config.run_dir / "wandb_id").read_text().strip()
     recorded = list((config.run_dir / "wandb").glob("offline-run-*"))
+    import_module("wandb").teardown()  # ends W&B's own process, which writes the last bytes after `finish`
+    found = sorted(map(wandb_records, recorded), key=lambda one: (one[0][-1], one[1]))
+    assert found == [([0], 1), ([0, 1, 2, 3], 3), (list(range(3, 7)), 0)]
     assert len(recorded) == 3 and all(path.name.endswith(f"-{identity}") for path in recorded)
     files = [path for path in config.run_dir.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files) and len(files) > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,11 @@ def test_pre_training_continues_from_a_quantised_checkpoint(make_config, base: C
     assert record["loss"] == evaluate(run)["loss"]
 
 
-def test_resuming_does_not_begin_again(make_sft) -> None:
+def test_resuming_does_not_begin_again(make_sft, base: Config, tmp_path: Path) -> None:
+    """Nor does it where the checkpoint has another name by then."""
+    renamed = shutil.copytree(base.run_dir / "export", tmp_path / "renamed")
     pretrain.run(make_sft("name=split", "task.tokens=600", "checkpoint.every=1"))
-    pretrain.run(make_sft("name=split", "task.tokens=1200", "checkpoint.every=1"))
+    pretrain.run(make_sft("name=split", "task.tokens=1200", "checkpoint.every=1", f"init_from={renamed}"))
     pretrain.run(make_sft("name=whole", "task.tokens=1200", "checkpoint.every=1"))
     split, whole = (weights(make_sft(f"name={name}").run_dir) for name in ("split", "whole"))
     assert all(torch.equal(split[name], tensor) for name, tensor in whole.items())
