@@ -281,7 +281,7 @@ class Generator:
         targets = () if drafter is None else text.dspark_target_layer_ids
         entering: dict[int, Tensor] = {}
         state, kept = model.init_streams(self._embed(batch, step)), torch.arange(len(whole.document))
-        chosen = torch.full((len(kept), text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
+        chosen: list[tuple[Tensor, int, Tensor]] = []  # tokens on the CPU, layer, their experts on the device
         layers = range(text.num_hidden_layers)
         lookups = model.look_up(layers[: text.decoder_start] if step.splits else layers, step.ids, step.layout, step)
         for layer in layers:
@@ -300,11 +300,23 @@ class Generator:
             if layer in targets:
                 entering[layer] = result.entering
             if self.record_routing:
-                chosen[kept, layer] = result.routing.indices.to("cpu", torch.int16)
+                chosen.append((kept, layer, result.routing.indices))
         if step is not None and drafter is not None:
             drafter.remember(torch.cat([entering[layer] for layer in targets], dim=-1), step)
-        routing = chosen.split(whole.counts) if self.record_routing else ()
+        routing = self._read_routing(chosen, len(whole.document)).split(whole.counts) if self.record_routing else ()
         return None if step is None else model.final_hidden(state), step, routing
+
+    def _read_routing(self, chosen: list[tuple[Tensor, int, Tensor]], tokens: int) -> Tensor:
+        """The experts int16 [T, layers, k] on the CPU, -1 in layers that did not process a token, read from the device
+        once. chosen: for each layer its tokens int64 [T'], its number, and the experts int64 [T', k] on the device.
+        """
+        text = self.model.config.text
+        found = torch.full((tokens, text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
+        if chosen:
+            read = torch.cat([experts for *_, experts in chosen]).to("cpu", torch.int16)
+            for (kept, layer, _), experts in zip(chosen, read.split([len(kept) for kept, *_ in chosen]), strict=True):
+                found[kept, layer] = experts
+        return found
 
     def _speculate(self, batch: list[_Running]) -> None:
         """Run one step of speculative decoding: propose drafts, run the model on them, and keep the drafts that

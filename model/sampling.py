@@ -52,6 +52,7 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
     """The log-probabilities fp64 [B, V] from which tokens are drawn; for greedy rows, those at temperature 1. Arguments
     and errors are as in `draw`.
     """
+    cuts = bool((top_p < 1).any())  # read before the move, so usually without waiting for the device
     temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
     greedy = temperature == 0
     log_p = (logits.double() / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
@@ -60,7 +61,7 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
         raise FloatingPointError(
             f"the logits of {broken} of {len(logits)} sequences contain NaN or infinity, so no token can be drawn"
         )
-    if bool((top_p < 1).any()):
+    if cuts:
         ranked = log_p.sort(-1, descending=True)
         p = ranked.values.exp()
         behind = (

@@ -14,10 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model.sparse
-from model import ForwardOptions, ModelConfig, build_model
+from model import ForwardOptions, Generator, ModelConfig, Request, build_model
+from model.cache.step import Step
 from model.parallel.ranks import Parallel
 from tests import processes
-from tests.model.launches import Launches
+from tests.model.launches import Launches, kernels_give_zeros
 from tests.model.test_parallel import ranks_of
 
 WIDTHS = {
@@ -85,6 +86,39 @@ def test_with_kernels_a_micro_batch_launches_a_sixth_of_that(monkeypatch) -> Non
     for name in ("rms_norm", "clamped_swiglu", "rotate_and_round", "sparse_attention_backward"):
         assert launches.launched[f"narrows::{name}"] >= LAYERS
     assert not launches.waited
+
+
+def decoding_step(patch: pytest.MonkeyPatch) -> tuple[Launches, int, list[tuple[int, ...]]]:
+    """One token of two sequences with kernels, in bf16: what it launches, how many index tensors it moves to the
+    device, and the shapes of the tensors that it moves to the CPU.
+    """
+    kernels_give_zeros(patch)
+    patch.setattr(model.sparse, "CHUNK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 2**27))
+    config = ModelConfig.from_dict({"text_config": WIDTHS})
+    built = build_model(config, ForwardOptions(kernels="triton"), torch.arange(512), dtype=torch.bfloat16)
+    generator = Generator(built, record_routing=True)
+    for length in (50, 61):
+        generator.submit(Request(tuple(range(5, 5 + length)), 100))
+    generator.step()
+    generator.step()
+    launches, moved, read = Launches(), [], []
+    launches.name_modules(built)
+    to, on_device = torch.Tensor.to, Step.on_device
+    with patch.context() as here, launches.counting():
+        here.setattr(Step, "on_device", lambda step, x: moved.append(x) or on_device(step, x))
+        here.setattr(torch.Tensor, "to", lambda x, *a, **k: ("cpu" in a and read.append(x)) or to(x, *a, **k))
+        generator.step()
+    return launches, len(moved), [tuple(x.shape) for x in read]
+
+
+@pytest.mark.slow
+def test_a_decoding_step_stays_within_its_budget(monkeypatch) -> None:
+    """All layers share index tensors, and the routing of all layers is read once."""
+    launches, moved, read = decoding_step(monkeypatch)
+    assert launches.total <= 6_000, launches.launched.most_common(20)
+    assert launches.launched["narrows::mhc_expand"] == 2 * LAYERS
+    assert moved <= LAYERS
+    assert read == [(2 * LAYERS, 2)]  # two experts of two tokens in every layer
 
 
 def spread(rank: int) -> Counter[str]:
