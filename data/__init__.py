@@ -12,7 +12,8 @@ into a batch; each file imports only files listed before it:
     sources, chat, digits:      sources of texts and records, of conversations (a package), and of images of digits.
     open:                       opens the configured sources and splits off the held-out data.
     packing, windows:           packs documents into rows; shuffles the rows.
-    rows, collate, loader:      iterates over rows from one or several sources; makes tensors and batches of them.
+    rows, lanes:                iterates over rows from one or several sources; deals streams out to ranks.
+    collate, loader:            makes tensors of rows, and batches.
     build:                      makes the tokenizer and the loaders from a configuration.
     check:                      reports on the data: counts, lengths, bad records, samples.
     tokenizer_files, examples:  files beside an exported tokenizer; example conversations for fine-tuning.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from data.collate import Batch
     from data.config import DataConfig
     from data.errors import DataError
-    from data.loader import TrainLoader, ValidationLoader
+    from data.loader import TrainLoader, ValidationLoader, merge_positions
     from data.tokenizer import SpecialIds, special_ids
     from data.windows import Stats
 
@@ -44,6 +45,7 @@ _HOME = {
     "ValidationLoader": "data.loader",
     "build_loaders": "data.build",
     "load_tokenizer": "data.build",
+    "merge_positions": "data.loader",
     "special_ids": "data.tokenizer",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "ValidationLoader",
     "build_loaders",
     "load_tokenizer",
+    "merge_positions",
     "special_ids",
 ]
 

@@ -10,23 +10,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
 from data.chat.render import REQUIRED_TOKENS
 from data.collate import Collator
 from data.config import SOURCES, DataConfig, SourceKind
-from data.document import Reading, Source
+from data.document import WHOLE, Reading, Share, SharedSource, Source
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings
+from data.lanes import OPEN_LANES, LaneRows, MakeReader, window_tokens
 from data.loader import MixedValidation, TrainLoader, ValidationLoader
 from data.open import open_sources
 from data.rows import MixedRows, RowReader
 from data.tokenizer import SpecialIds, cached_tokenizer, identity, read_tokenizer, special_ids
 from data.tokens import Encoder, TokenStore, tokenised
-from data.windows import PackingWindow, StoredWindows, StreamedWindows, Windows, whole_split
+from data.windows import PackingWindow, Stats, StoredWindows, StreamedWindows, whole_split
 
 
 def load_tokenizer(cfg: DataConfig) -> Tokenizer:
@@ -66,6 +68,7 @@ def build_loaders(
     rank: int = 0,
     world_size: int = 1,
     vision: Mapping[str, Any] | None = None,
+    step_rows: int | None = None,
 ) -> tuple[TrainLoader, ValidationLoader | MixedValidation]:
     """Make the training loader and the validation loader of a configuration.
 
@@ -76,6 +79,8 @@ def build_loaders(
             rows.
         seed: random seed of the order in which rows are shuffled.
         vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
+        step_rows: number of rows of an optimizer step over all ranks, a multiple of `batch_size`; None means
+            `batch_size`. A stream is dealt out to so many lanes, so it gives the same steps on any number of ranks.
 
     Raises ValueError that lists every invalid argument or setting, and `DataError` for bad data.
     """
@@ -86,19 +91,24 @@ def build_loaders(
         for part in parts.values()
         for text in argument_problems(part, tokenizer, seq_len, batch_size, rank, world_size, vision)
     ]
+    step_rows = batch_size if step_rows is None else step_rows
+    if step_rows < 1 or step_rows % max(1, batch_size):
+        problems.append(f"step_rows={step_rows}: must be a positive multiple of batch_size={batch_size}")
     refuse(wrong + list(dict.fromkeys(problems)))
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
     pairs = any(SOURCES[part.source].pairs for part in parts.values())
     collator = Collator(seq_len, special, next(filter(None, sizes.values()), None), pairs)
+    lanes = step_rows if any(part.streaming for part in parts.values()) else None
+    per_rank = batch_size // world_size
+    own = [first + rank * per_rank + n for first in range(0, step_rows, batch_size) for n in range(per_rank)]
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)
         source_id = train_source.identity(content=not part.streaming)
         conversations = SOURCES[part.source].conversations
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=False, conversations=conversations)
-        windows = _train_windows(part, train_source, source_id, encoder, seed if part.shuffle else None)
-        readers[name] = RowReader(windows, prefetch=part.streaming)
+        readers[name] = _readers(part, train_source, source_id, encoder, seed if part.shuffle else None, len(own))
         fingerprints[name] = {
             "data": source_id,
             "tokenizer": identity(tokenizer),
@@ -110,16 +120,21 @@ def build_loaders(
             "seed": seed,
         }
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
-        rows = _held_out(part, validation_source, encoder)
-        held_out[name] = ValidationLoader(rows, collator, batch_size, rank, world_size, part.validation_rows)
+        window = _held_out(part, validation_source, encoder)
+        held_out[name] = ValidationLoader(window, collator, batch_size, rank, world_size, part.validation_rows)
+    weights = cfg.weights() if cfg.mixture else {"": 1.0}
+    rows: RowReader | MixedRows | LaneRows
+    if lanes is not None:
+        rows = LaneRows(readers, weights, lanes, own)
+    else:
+        whole = {name: make(WHOLE).load_first() for name, make in readers.items()}
+        rows = MixedRows(whole, weights) if cfg.mixture else whole[""]
     if not cfg.mixture:
-        (reader,), (fingerprint,), (valid,) = readers.values(), fingerprints.values(), held_out.values()
-        return TrainLoader(reader, collator, batch_size, rank, world_size, fingerprint), valid
-    weights = cfg.weights()
+        (fingerprint,), (valid,) = fingerprints.values(), held_out.values()
+        return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), valid
     fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
     fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
-    mixed = MixedRows(readers, weights)
-    return TrainLoader(mixed, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
+    return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
@@ -186,13 +201,35 @@ def argument_problems(
     return [message for ok, message in checks if not ok]
 
 
-def _train_windows(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None) -> Windows:
-    if cfg.streaming:
-        return StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), cfg.window_tokens, seed)
-    store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
-    if not len(store):
-        raise _empty("training", "all documents are held out; lower", store)
-    return StoredWindows(store, encoder.seq_len, cfg.window_tokens, seed)
+def _readers(
+    cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None, lanes: int
+) -> MakeReader:
+    """A function that opens a share of a training source. The shares of one rank are counted together, and if the
+    source is streamed, one thread reads and tokenises all of them.
+
+    lanes: number of shares that this rank has open at the same time.
+    """
+    if not cfg.streaming:
+        store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
+        if not len(store):
+            raise _empty("training", "all documents are held out; lower", store)
+        stats = Stats()
+        stats.add_store(store)
+
+        def stored(share: Share) -> RowReader:
+            tokens = window_tokens(cfg.window_tokens, share[1], encoder.seq_len)
+            return RowReader(StoredWindows(store, encoder.seq_len, tokens, seed, share, stats))
+
+        return stored
+    thread, policy, counted = ThreadPoolExecutor(1, "data"), BadRecordPolicy(cfg.on_error), Stats()
+
+    def streamed(share: Share) -> RowReader:
+        tokens = window_tokens(cfg.window_tokens, share[1], encoder.seq_len)
+        part = source if share == WHOLE else cast(SharedSource, source).share(share)
+        windows = StreamedWindows(part, encoder, policy, tokens, seed, share, counted, keep_open=lanes <= OPEN_LANES)
+        return RowReader(windows, thread)
+
+    return streamed
 
 
 def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> PackingWindow:

@@ -94,7 +94,8 @@ class DataConfig:
         cache_dir: folder in which trained tokenizers and tokenised documents are cached.
         shuffle: whether to shuffle documents and packed rows; the order depends on the seed and the epoch.
         window_tokens: size of a packing window in tokens: documents with this many tokens are packed together, and
-            their rows are shuffled. With `streaming` this is also the size of the shuffle buffer.
+            their rows are shuffled. With `streaming`, the rows of a step are read independently of each other, and
+            their packing windows together have this size (but each has at least 16 rows).
         mixture: several sources instead of one: maps the name of each source to its `weight` and to those settings of
             `data` that differ for it. The weights are relative: with 7 and 1, seven of eight tokens come from the first
             source.

@@ -84,6 +84,8 @@ class Document:
 
 
 Position = Any
+Share = tuple[int, int]  # (index, count): share `index` of `count` shares, which together have every record once
+WHOLE: Share = (0, 1)
 Reading = Iterator[tuple[Document, Callable[[], Position]]]
 
 
@@ -100,6 +102,14 @@ class Source(Protocol):
         """Returns a hash that changes when the documents change. With `content=False`, the hash depends only on the
         names and sizes of the files, and the contents of the files are not read.
         """
+        ...
+
+
+class SharedSource(Source, Protocol):
+    """A source whose records can be dealt out, so that several readers read every record once between them."""
+
+    def share(self, share: Share) -> SharedSource:
+        """Returns a source of one share of the records. A position is valid only for the share that it comes from."""
         ...
 
 

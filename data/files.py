@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.document import WHOLE, Share
 from data.errors import BadRecordPolicy, DataError
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,60 @@ def _known_hash(path: Path, size: int, mtime_ns: int) -> bytes:
 def _read_hash(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").digest()
+
+
+def deal_files(sizes: list[int], share: Share, divisible: bool) -> dict[int, Share]:
+    """Deal files of these sizes in bytes to the shares. Returns which part of which file `share` has: the number of the
+    file, and its part as a `Share`.
+
+    With n shares, whole files are dealt in rounds of n files, largest files first, in alternating direction, so that
+    all shares get as many files and nearly as many bytes. Each of the fewer than n smallest files that remain is
+    divided among all shares if it is `divisible`, and otherwise dealt whole.
+    """
+    index, count = share
+    order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+    dealt = len(order) - len(order) % count
+    found = {order[first + (index if (first // count) % 2 == 0 else count - 1 - index)]: WHOLE
+             for first in range(0, dealt, count)}  # fmt: skip
+    found |= {number: share if divisible else WHOLE for place, number in enumerate(order[dealt:])
+              if divisible or place == index}  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file is compressed, by its first bytes."""
+    with path.open("rb") as file:
+        begin = file.read(8)
+    return any(begin.startswith(mark) for mark in (*PACKED, ZSTD))
+
+
+def lines_of_share(path: Path, share: Share) -> tuple[int, int]:
+    """The range of bytes of a file whose lines are the lines of a share: each line belongs to the share in whose equal
+    part of the file the line begins. Returns the first byte, and the byte after the last one.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        return tuple(_line_start(file, size * place // share[1]) for place in (share[0], share[0] + 1))  # type: ignore[return-value]
+
+
+def _line_start(file: Any, place: int) -> int:
+    """The first byte at or after `place` at which a line begins."""
+    if place == 0:
+        return 0
+    file.seek(place - 1)
+    while chunk := file.readline(2**20):
+        if chunk.endswith(b"\n"):
+            break
+    return file.tell()
+
+
+def count_lines(path: Path, before: int) -> int:
+    """The number of lines that end before a byte of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while before > 0 and (chunk := file.read(min(before, 2**20))):
+            found, before = found + chunk.count(b"\n"), before - len(chunk)
+    return found
 
 
 def open_unpacked(path: Path) -> Any:

@@ -1,7 +1,8 @@
 """Data loaders that yield batches of packed rows. The position of a loader can be saved and resumed exactly.
 
-All ranks iterate over the same rows in the same order (`data/rows.py`), and each rank takes its slice of every batch. A
-global batch therefore has the same rows on any number of ranks.
+If the data are tokenised before training, all ranks iterate over the same rows in the same order (`data/rows.py`), and
+each rank takes its slice of every batch. If some source is tokenised during training, each rank reads the lanes of its
+own rows (`data/lanes.py`). In both cases a global batch has the same rows on any number of ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from data.collate import Batch, Collator
+from data.lanes import LaneRows, merged
 from data.rows import MixedRows, MixedStats, RowReader
 from data.tokenizer import SpecialIds
 from data.windows import PackingWindow, Stats, random_stream
@@ -22,14 +25,14 @@ class TrainLoader:
     """An endless iterator over this rank's batches (see `Collator`), epoch after epoch.
 
     Args:
-        rows: the iterator over packed rows of one source, or of a mixture of sources.
+        rows: the iterator over packed rows of one source, or of a mixture of sources; or the lanes of this rank.
         batch_size: number of rows of a batch, summed over all ranks; this rank gets `batch_size / world_size` of them.
         fingerprint: the settings that must be unchanged for a saved position to be valid.
     """
 
     def __init__(
         self,
-        rows: RowReader | MixedRows,
+        rows: RowReader | MixedRows | LaneRows,
         collator: Collator,
         batch_size: int,
         rank: int,
@@ -48,21 +51,34 @@ class TrainLoader:
     def stats(self) -> Stats | MixedStats:
         return self.rows.stats
 
-    def sources(self) -> dict[str, dict[str, float]]:
-        """For each source of a mixture, the number of tokens, rows and epochs so far; empty without a mixture."""
+    def sources(self, counts: torch.Tensor | None = None) -> dict[str, dict[str, float]]:
+        """For each source of a mixture, the number of tokens, rows and epochs so far; empty without a mixture.
+
+        counts: the sum of `counts` over all ranks. None: what this rank knows, which is all if `counts` is None.
+        """
+        if isinstance(self.rows, LaneRows):
+            return self.rows.progress(None if counts is None else counts.numpy(force=True))
         return self.rows.progress() if isinstance(self.rows, MixedRows) else {}
+
+    def counts(self) -> torch.Tensor | None:
+        """What this rank has used of each source of a mixture, float64 [sources, 4] (see `LaneRows.counts`), to be
+        summed over ranks; None if there is no mixture, or if all ranks count the same rows.
+        """
+        if isinstance(self.rows, LaneRows) and self.rows.progress():
+            return torch.from_numpy(self.rows.counts())
+        return None
 
     def __iter__(self) -> TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        chosen = [self.rows.next_row() for _ in range(self.batch_size)]
         first = self.rank * self.per_rank_batch
-        return self.collator.collate(chosen[first : first + self.per_rank_batch])
+        own = slice(first, first + self.per_rank_batch)
+        return self.collator.collate(self.rows.next_rows(self.batch_size, own))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data as JSON-compatible values. A saved position remains valid if the batch size
-        or the number of ranks changes.
+        """The position in the training data as JSON-compatible values, which `merge_positions` completes if there are
+        several ranks. A saved position remains valid if the batch size or the number of ranks changes.
         """
         return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
 
@@ -81,6 +97,11 @@ class TrainLoader:
         if changed:
             raise ValueError("\n".join(changed))
         self.rows.load_state_dict(state)
+
+
+def merge_positions(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The position that every rank can resume from, given the `TrainLoader.state_dict` of every rank."""
+    return merged(states)
 
 
 class ValidationLoader:

@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.document import kind_of
+from data.document import WHOLE, Share, kind_of
 from data.errors import BadRecordPolicy, DataError
-from data.files import UNPACKING_ERRORS, decode, open_unpacked, skip_bytes, suffix_of
+from data.files import (
+    UNPACKING_ERRORS,
+    count_lines,
+    decode,
+    is_packed,
+    lines_of_share,
+    open_unpacked,
+    skip_bytes,
+    suffix_of,
+)
 
 ROWS = 1024  # number of rows that the Parquet decoder returns at a time
+COUNTED_BYTES = 2**26  # lines before a share of a file are counted up to this place; it takes hundredths of a second
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 Place = tuple[int, ...]
@@ -38,15 +48,20 @@ class Item:
     after: Place
 
 
-def read_records(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Yield the records of a file from the place `start` on; () is the beginning of the file. For a record that cannot
-    be read, the `Item` holds the error.
+def read_records(
+    path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share = WHOLE
+) -> Iterator[Item]:
+    """Yield the records of a file, or of a share of it, from the place `start` on; () is the beginning. For a record
+    that cannot be read, the `Item` holds the error.
+
+    A share of lines that are not compressed is a range of bytes, and a share of a table or of a JSON list is a range of
+    records; only this range is read. Of compressed lines, a share has every n-th line, and all lines are decompressed.
 
     columns: a function that chooses the columns to read from a table. Raises `DataError` for a file that cannot be read
     at all.
     """
     try:
-        yield from _reader(path)(path, start, policy, columns)
+        yield from _reader(path)(path, start, policy, columns, share)
     except UNPACKING_ERRORS as error:
         raise DataError(str(path), 0, "unreadable file", getattr(error, "strerror", None) or str(error)) from None
 
@@ -60,21 +75,50 @@ def _reader(path: Path) -> Callable[..., Iterator[Item]]:
     return _parquet if begin.startswith(b"PAR1") else _arrow if begin == b"ARROW1" else _lines
 
 
-def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+def name_of(path: Path, share: Share) -> str:
+    """The name of a file in errors. If lines are numbered from the beginning of a share, the name says where the share
+    begins.
+    """
+    begin, _, line = _range(path, share)
+    return _named(path, begin, line)
+
+
+def _named(path: Path, begin: int, line: int) -> str:
+    return f"{path} from byte {begin}" if begin and line == 0 else str(path)
+
+
+def _range(path: Path, share: Share) -> tuple[int, int | None, int]:
+    """The first byte of a share of a file of lines, the byte after the share (None for the end of the file), and the
+    number of lines before the share: 0 if the share is not a range of bytes, or begins after COUNTED_BYTES.
+    """
+    if share == WHOLE or _reader(path) is not _lines or is_packed(path):
+        return 0, None, 0
+    begin, end = lines_of_share(path, share)
+    return begin, end, count_lines(path, begin) if begin <= COUNTED_BYTES else 0
+
+
+def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
     """Read a file with one JSON object per line. Only \\n ends a line, because other line separators such as U+2028 are
     ordinary characters in JSON strings.
 
     A place is a tuple (byte offset of the next line in the uncompressed file, number of lines before it).
     """
-    offset, line = start or (0, 0)
+    index, count = share
+    begin, end, first_line = _range(path, share)
+    name, every = _named(path, begin, first_line), count if end is None else 1
+    offset, line = start or (begin, first_line)
     with open_unpacked(path) as file:
         file.seek(offset) if file.seekable() else skip_bytes(file, offset)
-        empty = not offset
+        empty = not offset and not index
         for raw in file:
+            if end is not None and offset >= end:
+                return
             empty = False
             before, offset, line = (offset, line), offset + len(raw), line + 1
+            if every > 1 and (line - 1) % every != index:
+                continue
             try:
-                record = _parsed(raw, path, line, policy)
+                record = _parsed(raw, name, line, policy)
             except DataError as error:
                 record = error
             yield Item(record, line, before, (offset, line))
@@ -82,22 +126,28 @@ def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) 
         raise DataError(str(path), 0, "empty file")
 
 
-def _parsed(raw: bytes, path: Path, line: int, policy: BadRecordPolicy) -> Any:
-    text = decode(raw, str(path), policy, line).strip("\r\n")
+def _parsed(raw: bytes, name: str, line: int, policy: BadRecordPolicy) -> Any:
+    text = decode(raw, name, policy, line).strip("\r\n")
     if not text.strip():
-        raise DataError(str(path), line, "blank line")
+        raise DataError(name, line, "blank line")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for integers with too many digits
-        raise DataError(str(path), line, "invalid JSON", str(error)) from None
+        raise DataError(name, line, "invalid JSON", str(error)) from None
 
 
-def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+def _part(number: int, start: Place, share: Share) -> tuple[int, int]:
+    """The first record to read and the one after the last, of a share of `number` records from a place on."""
+    index, count = share
+    return max(number * index // count, start[0] if start else 0), number * (index + 1) // count
+
+
+def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
     """Read a JSON file that holds a list of records, a single record, or one record per line. The place of
     a record is a tuple (number of records before it,).
     """
     if len(start) == 2:
-        yield from _lines(path, start, policy, columns)
+        yield from _lines(path, start, policy, columns, share)
         return
     with open_unpacked(path) as file:
         text = decode(file.read(), str(path), policy)
@@ -108,7 +158,7 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Extra data"):
             raise DataError(str(path), error.lineno, "invalid JSON", str(error)) from None
-        yield from _lines(path, (), policy, columns)  # the file holds several JSON values, one on each line
+        yield from _lines(path, (), policy, columns, share)  # the file holds several JSON values, one on each line
         return
     except (ValueError, RecursionError) as error:
         raise DataError(str(path), 0, "invalid JSON", str(error)) from None
@@ -117,13 +167,13 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -
     records = [records] if isinstance(records, dict) else records
     if not records:
         raise DataError(str(path), 0, "empty file")
-    for number in range(start[0] if start else 0, len(records)):
+    for number in range(*_part(len(records), start, share)):
         yield Item(records[number], number + 1, (number,), (number + 1,))
 
 
-def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
-    """Read a Parquet file. The place of a record is a tuple (number of rows before the record,). Row groups that end
-    before the start are skipped.
+def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
+    """Read a Parquet file. The place of a record is a tuple (number of rows before the record,). Row groups without a
+    row to read are skipped.
     """
     import pyarrow
     import pyarrow.parquet
@@ -133,20 +183,22 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
             names = list(columns(file.schema_arrow.names))
             if not file.metadata.num_rows:
                 raise DataError(str(path), 0, "empty file")
-            row, first = 0, start[0] if start else 0
+            row, (first, end) = 0, _part(file.metadata.num_rows, start, share)
             for group in range(file.metadata.num_row_groups):
                 size = file.metadata.row_group(group).num_rows
                 if row + size <= first:
                     row += size
                     continue
                 for batch in file.iter_batches(ROWS, row_groups=[group], columns=names):
-                    yield from _rows(batch, path, row, first)
+                    if row >= end:
+                        return
+                    yield from _rows(batch, path, row, first, end)
                     row += len(batch)
     except pyarrow.ArrowInvalid as error:
         raise DataError(str(path), 0, "invalid Parquet", str(error).splitlines()[0]) from None
 
 
-def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) -> Iterator[Item]:
+def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
     """Read an Arrow file, or an Arrow stream such as the `datasets` library writes. The place of a record is a tuple
     (number of rows before the record,).
     """
@@ -161,9 +213,10 @@ def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) 
                 file.seek(0)
                 reader = batches = pyarrow.ipc.open_stream(file)
             names = list(columns(reader.schema.names))
-            row = 0
-            for batch in batches:
-                yield from _rows(batch.select(names), path, row, start[0] if start else 0)
+            row, stored = 0, list(batches)  # not copied, because the file is mapped into memory
+            first, end = _part(sum(map(len, stored)), start, share)
+            for batch in stored:
+                yield from _rows(batch.select(names), path, row, first, end)
                 row += len(batch)
             if not row:
                 raise DataError(str(path), 0, "empty file")
@@ -171,12 +224,12 @@ def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns) 
         raise DataError(str(path), 0, "invalid Arrow", str(error).splitlines()[0]) from None
 
 
-def _rows(batch: Any, path: Path, before: int, first: int) -> Iterator[Item]:
-    """Yield the rows of a batch, beginning with row `first` of the file. `before`: the number of rows in the file
-    before the batch.
+def _rows(batch: Any, path: Path, before: int, first: int, end: int) -> Iterator[Item]:
+    """Yield the rows of a batch that are in the range from row `first` of the file up to, not including, row `end`.
+    `before`: the number of rows in the file before the batch.
     """
     names = batch.schema.names
-    for number in range(max(0, first - before), len(batch)):
+    for number in range(max(0, first - before), min(len(batch), end - before)):
         row = before + number
         try:
             record: Any = {n: without_nulls(batch.column(i)[number].as_py()) for i, n in enumerate(names)}

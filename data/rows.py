@@ -8,8 +8,9 @@ saved position needs only the number of tokens and the position of each source.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Any, Protocol
 
 from data.errors import DataError
 from data.windows import PackingWindow, Stats, Windows
@@ -23,32 +24,43 @@ class RowReader:
     A position consists of the epoch, the number of the packing window in the epoch, the place in the source where this
     window begins, and the number of its rows that have been used. Resuming packs this one window again.
 
-    prefetch: whether a background thread loads the next window while the rows of the current window are used.
+    prefetch: the thread that loads the next window while the rows of the current window are used, or None.
     """
 
-    def __init__(self, windows: Windows, prefetch: bool):
+    def __init__(self, windows: Windows, prefetch: Executor | None = None):
         self.windows = windows
         self.epoch = 0
         self._number, self._start, self._row = 0, None, 0
         self._window: PackingWindow | None = None
-        self._reader = ThreadPoolExecutor(1, "data") if prefetch else None
+        self._reader = prefetch
         self._prefetched: tuple[Any, Future[PackingWindow]] | None = (
             None  # the arguments of `Windows.load`, and its future result
         )
-        self._first_window()
 
     @property
     def stats(self) -> Stats:
         return self.windows.stats
 
     def next_row(self) -> Row:
+        row = self.next_until(None)
+        assert row is not None
+        return row
+
+    def next_until(self, epoch: int | None) -> Row | None:
+        """The next row, or None if it belongs to an epoch after `epoch`."""
         while True:
+            if epoch is not None and self.epoch > epoch:
+                return None
             if self._window is None:
                 self._window = self._load()
             if self._row < len(self._window.rows):
                 self._row += 1
                 return self._window, self._row - 1
             self._go_to_next_window()
+
+    def next_rows(self, count: int, own: slice) -> list[Row]:
+        """Take `count` rows, and return those of them that `own` selects."""
+        return [self.next_row() for _ in range(count)][own]
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "window": self._number, "start": self._start, "row": self._row}
@@ -57,9 +69,9 @@ class RowReader:
         self.epoch, self._number, self._row = state["epoch"], state["window"], state["row"]
         self._start, self._window = state["start"], None
 
-    def _first_window(self) -> None:
+    def load_first(self) -> RowReader:
         """Load the first window that has rows, so that bad or empty data raises an error before the first training
-        step.
+        step. Returns the reader itself.
         """
         self._window = self._load()
         while not len(self._window.rows):
@@ -67,6 +79,7 @@ class RowReader:
                 raise DataError("training split", 0, "no documents", "every record was skipped or held out")
             self._go_to_next_window()
             self._window = self._load()
+        return self
 
     def _go_to_next_window(self) -> None:
         assert self._window is not None
@@ -96,6 +109,22 @@ class RowReader:
         return window
 
 
+class Rows(Protocol):
+    """The interface of the rows of one source, which `RowReader` and `Lane` have."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+    def next_row(self) -> Row: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class MixedStats:
     """The statistics of every source of a mixture."""
 
@@ -115,7 +144,7 @@ class MixedRows:
             source.
     """
 
-    def __init__(self, readers: dict[str, RowReader], weights: dict[str, float]):
+    def __init__(self, readers: Mapping[str, Rows], weights: dict[str, float]):
         self.readers, self.weights = readers, weights
         self.tokens = dict.fromkeys(readers, 0)  # number of tokens used so far, without padding
         self.rows = dict.fromkeys(readers, 0)
@@ -137,6 +166,10 @@ class MixedRows:
         self.rows[name] += 1
         return window, row
 
+    def next_rows(self, count: int, own: slice) -> list[Row]:
+        """Take `count` rows, and return those of them that `own` selects."""
+        return [self.next_row() for _ in range(count)][own]
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "sources": {name: reader.state_dict() for name, reader in self.readers.items()},
@@ -150,12 +183,10 @@ class MixedRows:
         self.tokens, self.rows = dict(state["tokens"]), dict(state["rows"])
 
     def progress(self) -> dict[str, dict[str, float]]:
-        """For each source, the number of tokens, rows and epochs so far (for a streamed source only complete epochs
-        count).
-        """
+        """For each source, the number of tokens, rows and epochs so far."""
         made = {}
         for name, reader in self.readers.items():
             whole = reader.stats.tokens
-            epochs = float(reader.epoch) if reader._reader is not None or not whole else self.tokens[name] / whole
+            epochs = self.tokens[name] / whole if whole else float(reader.epoch)
             made[name] = {"tokens": self.tokens[name], "rows": self.rows[name], "epochs": epochs}
         return made

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 
 from data.document import (
+    WHOLE,
     Document,
     Picture,
     Position,
     Reading,
+    Share,
+    SharedSource,
     Source,
     Tokens,
     encodable,
@@ -26,8 +30,8 @@ from data.document import (
     value_of,
 )
 from data.errors import BadRecordPolicy, DataError
-from data.files import UNPACKING_ERRORS, File, content_hash, decode, open_unpacked
-from data.records import read_records, without_nulls
+from data.files import UNPACKING_ERRORS, File, content_hash, deal_files, decode, open_unpacked
+from data.records import Item, name_of, read_records, without_nulls
 
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 
@@ -38,9 +42,26 @@ class _Files:
     """
 
     field = ""
+    divisible = True  # whether several shares can have parts of one file
 
     def __init__(self, files: list[File]):
         self.files = files
+        self.own = WHOLE  # the share of the files that is read
+
+    def share(self, share: Share) -> Self:
+        """Returns a source of one share of the documents; see `deal_files`. `identity` stays that of the whole
+        source.
+        """
+        other = copy.copy(self)
+        other.own = share
+        return other
+
+    def _dealt(self) -> dict[int, Share]:
+        """The number of each file to read, and which part of it."""
+        if self.own == WHOLE:
+            return dict.fromkeys(range(len(self.files)), WHOLE)
+        sizes = [file.path.stat().st_size if file.path.is_file() else 0 for file in self.files]
+        return deal_files(sizes, self.own, self.divisible)
 
     def identity(self, content: bool = True) -> str:
         """Returns a hash of the name of the source's class, of the field, and of the name and content of each file.
@@ -57,10 +78,14 @@ class _Files:
 
 
 class TextFiles(_Files):
-    """A source that makes one document of each text file. A position is the number of files that have been read."""
+    """A source that makes one document of each text file. A position is the number of the file after the last one that
+    has been read.
+    """
+
+    divisible = False
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
-        for index in range(position or 0, len(self.files)):
+        for index in (index for index in self._dealt() if index >= (position or 0)):
             path = self.files[index].path
             try:
                 with open_unpacked(path) as file:
@@ -152,18 +177,26 @@ class RecordFiles(_Files, _Records):
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         position, done = position if position and isinstance(position[0], list | tuple) else (position, 0)
         first, *start = position or (0,)
-        for index in range(first, len(self.files)):
+        for index, share in self._dealt().items():
+            if index < first:
+                continue
+            if index > first:
+                start, done = [], 0
             path = self.files[index].path
             try:
-                items = read_records(path, tuple(start), policy, partial(self.columns, str(path)))
-                numbered: Iterator[tuple[Any, int, list, Callable[[], list]]] = (
-                    (item.record, item.line, [index, *item.before], partial(list, (index, *item.after)))
-                    for item in items
-                )
-                yield from self._within(numbered, str(path), policy, done)
+                items = read_records(path, tuple(start), policy, partial(self.columns, str(path)), share)
+                yield from self._within(_numbered(index, items), name_of(path, share), policy, done)
+            except OSError as error:
+                policy.report(DataError(str(path), 0, "unreadable file", error.strerror or str(error)))
             except DataError as error:
                 policy.report(error)
             start, done = [], 0
+
+
+def _numbered(index: int, items: Iterable[Item]) -> Iterator[tuple[Any, int, list, Callable[[], list]]]:
+    """The items of file `index` as `_Records._within` takes them, with positions in the whole source."""
+    for item in items:
+        yield item.record, item.line, [index, *item.before], partial(list, (index, *item.after))
 
 
 class JsonLines(RecordFiles):
@@ -226,6 +259,20 @@ class HubDataset(_Records):
         known = f"{self.name} {self.field} {getattr(self.dataset, '_fingerprint', '')}"
         known += "" if self.format == "auto" else f" {self.format}"
         return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+
+    def share(self, share: Share) -> Self:
+        """Returns a source of one share of a streaming data set.
+
+        With n shares and s files (shards) of the data set, gcd(n, s) sets of shares read different files. The shares of
+        a set read the same files, and each takes its part of the records.
+        """
+        from datasets.distributed import split_dataset_by_node
+
+        index, count = share
+        sets = math.gcd(self.dataset.num_shards, count)
+        other, files = copy.copy(self), self.dataset.shard(sets, index % sets)
+        other.dataset = split_dataset_by_node(files, index // sets, count // sets) if sets < count else files
+        return other
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         position, done = position if isinstance(position, list | tuple) else (position, 0)
@@ -318,12 +365,16 @@ class HashSplit:
     """
 
     def __init__(self, source: Source, share: float, held_out: bool):
-        self.source, self.share, self.held_out = source, share, held_out
+        self.source, self.share_held_out, self.held_out = source, share, held_out
 
     def identity(self, content: bool = True) -> str:
-        return f"{self.source.identity(content)} {self.share} {self.held_out}"
+        return f"{self.source.identity(content)} {self.share_held_out} {self.held_out}"
+
+    def share(self, share: Share) -> HashSplit:
+        """Returns one side of a share of the source, whose records are dealt out before they are split."""
+        return HashSplit(cast(SharedSource, self.source).share(share), self.share_held_out, self.held_out)
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         for document, after in self.source.read(policy, position):
-            if (hash_share(document.key) < self.share) == self.held_out:
+            if (hash_share(document.key) < self.share_held_out) == self.held_out:
                 yield document, after

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.document import Position, Reading, Source
+from data.document import WHOLE, Position, Reading, Share, Source
 from data.errors import BadRecordPolicy
 from data.packing import PackedRows, pack_rows
 from data.tokens import Encoded, Encoder, TokenStore, collect
@@ -114,19 +114,34 @@ def random_stream(*key: int) -> np.random.RandomState:
 class StoredWindows:
     """The packing windows of a token store that holds the whole split. All documents of an epoch are shuffled; with
     seed None nothing is shuffled.
+
+    share: which documents of each epoch are used, by their number in the epoch's order. stats: is updated if given, so
+    that several shares can be counted together; otherwise statistics of the store begin here.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, window_tokens: int, seed: int | None):
+    def __init__(
+        self,
+        store: TokenStore,
+        seq_len: int,
+        window_tokens: int,
+        seed: int | None,
+        share: Share = WHOLE,
+        stats: Stats | None = None,
+    ):
         self.store, self.seq_len, self.window_tokens, self.seed = store, seq_len, window_tokens, seed
-        self.stats = Stats()
-        self.stats.add_store(store)
+        self.share = share
+        if stats is None:
+            stats = Stats()
+            stats.add_store(store)
+        self.stats = stats
         self._epoch = -1
         self._order = self._ends = np.zeros(0, np.int64)
 
     def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
         if epoch != self._epoch:
             self._epoch, count = epoch, len(self.store)
-            self._order = np.arange(count) if self.seed is None else random_stream(self.seed, epoch).permutation(count)
+            order = np.arange(count) if self.seed is None else random_stream(self.seed, epoch).permutation(count)
+            self._order = order[self.share[0] :: self.share[1]]
             self._ends = np.cumsum(self.store.lengths[self._order])
         start = start or 0
         last_token = self.window_tokens + (int(self._ends[start - 1]) if start else 0)
@@ -135,19 +150,33 @@ class StoredWindows:
         rows = pack_rows(self.store.lengths[documents], self.seq_len)
         self.stats.add_rows(rows, self.seq_len)
         rows = PackedRows(documents[rows.document], rows.start, rows.length, rows.offsets)
-        after = None if end >= len(self.store) else end
-        return PackingWindow(self.store, _shuffled(rows, self.seed, epoch, number), after)
+        after = None if end >= len(self._order) else end
+        return PackingWindow(self.store, _shuffled(rows, self.seed, epoch, number, self.share), after)
 
 
 class StreamedWindows:
     """The packing windows of a source that is tokenised while it is read. Documents stay in the order of the source,
     and only the packed rows of a window are shuffled; with seed None nothing is shuffled.
+
+    share: which share of a stream `source` is; shares of one stream are shuffled differently. stats: is updated if
+    given, so that several shares can be counted together; in this case all of them must have the same `policy`.
+    keep_open: whether files stay open between two windows; if not, every window opens them again at its position.
     """
 
-    def __init__(self, source: Source, encoder: Encoder, policy: BadRecordPolicy, window_tokens: int, seed: int | None):
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder,
+        policy: BadRecordPolicy,
+        window_tokens: int,
+        seed: int | None,
+        share: Share = WHOLE,
+        stats: Stats | None = None,
+        keep_open: bool = True,
+    ):
         self.source, self.encoder, self.policy = source, encoder, policy
-        self.window_tokens, self.seed = window_tokens, seed
-        self.stats = Stats()
+        self.window_tokens, self.seed, self.share = window_tokens, seed, share
+        self.stats, self.keep_open = Stats() if stats is None else stats, keep_open
         self._reading: Reading = iter(())
         self._reached: Position = None
 
@@ -161,12 +190,15 @@ class StreamedWindows:
             for item in self.encoder.encode([document for document, _ in batch], self.policy):
                 encoded.append(item)
                 total += len(item.ids)
-        self._reached = after if total >= self.window_tokens else None
+        reached = after if total >= self.window_tokens else None
+        self._reached = reached
+        if not self.keep_open:
+            self._reading, self._reached = iter(()), None
         store = collect(encoded, self.policy)
         rows = pack_rows(store.lengths, self.encoder.seq_len)
         self.stats.add_store(store)
         self.stats.add_rows(rows, self.encoder.seq_len)
-        return PackingWindow(store, _shuffled(rows, self.seed, epoch, number), self._reached)
+        return PackingWindow(store, _shuffled(rows, self.seed, epoch, number, self.share), reached)
 
 
 def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
@@ -174,5 +206,6 @@ def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
     return PackingWindow(store, pack_rows(store.lengths, seq_len), None)
 
 
-def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int) -> PackedRows:
-    return rows if seed is None else rows.reordered(random_stream(seed, epoch, number).permutation(len(rows)))
+def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int, share: Share) -> PackedRows:
+    key = () if share == WHOLE else share
+    return rows if seed is None else rows.reordered(random_stream(seed, epoch, number, *key).permutation(len(rows)))

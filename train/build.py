@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed.tensor import DTensor
 
-from data import build_loaders, load_tokenizer, special_ids
+from data import build_loaders, load_tokenizer, merge_positions, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.build import allocate_model
 from model.checkpoint.names import check_packable
@@ -96,17 +96,27 @@ class Run:
         """Check a CPU batch, compute its sequence layout (``layout``) and move both to the model's device."""
         return {**self.to_device(batch), "layout": self.model.lay_out(**batch).to(self.device)}
 
+    def source_counts(self) -> torch.Tensor | None:
+        """What this rank has used of each source of a mixture, float64 [sources, 4], to be summed over all ranks; None
+        if there is no mixture, or if every rank counts the rows of all ranks.
+        """
+        counts = self.train_batches.counts()
+        return None if counts is None else counts.to(self.device) * self.world.counts_rows
+
     def save(self, state: TrainerState, background: Background | None = None) -> Path:
         """Write the run state and return its folder. All ranks call this together.
 
         background: if given, the files are written while training continues.
         """
+        position = self.train_batches.state_dict()
+        if "lanes" in position:  # each rank knows the place in its part of a stream only
+            position = merge_positions(self.world.gather(position))
         return run_state.save(
             self.config.run_dir / "checkpoints",
             state,
             model=self.checkpoint_module,
             optimizer=self.optimizer,
-            data=self.train_batches.state_dict(),
+            data=position,
             model_config=self.model_config.to_dict(),
             keep=self.config.checkpoint.keep,
             background=background,
@@ -249,6 +259,9 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
 class NoLoader:
     """Takes the place of the data loader in tasks whose model writes the training text; it has no state to save."""
 
+    def counts(self) -> None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -271,6 +284,7 @@ def open_data(
         rank=world.row_group,
         world_size=world.row_groups,
         vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
+        step_rows=config.task.global_batch_rows,
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return train_batches, valid_batches

@@ -77,6 +77,8 @@ def train_step(
     model.eval()
     run.engine.reduce()
     raise_faults(model)
+    if (counts := run.source_counts()) is not None:
+        sums["source_counts"] = counts
     sums = world.sum_all(sums)
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts, optimizer.collected)
     check_finite(sums["total"], norm, step + 1)
@@ -266,7 +268,7 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
         else None,  # None: conversations were cut so short that no target token is left
         "total_loss": float(numbers["total"]),
         **layer_record(numbers),
-        **({"sources": sources} if (sources := run.train_batches.sources()) else {}),
+        **({"sources": sources} if (sources := run.train_batches.sources(numbers.get("source_counts"))) else {}),
     }
 
 

@@ -73,6 +73,10 @@ def test_a_mixture_continues_exactly_and_is_the_same_on_several_processes(mixtur
     for batch in batches[:20]:
         parts = [next(rank)["input_ids"] for rank in ranks]
         assert torch.equal(torch.cat(parts), batch["input_ids"])
+    alone, _ = loaders(mixture, tokenizer)
+    alone.load_state_dict(states[20])
+    assert ranks[0].sources(sum(rank.counts() for rank in ranks)) == alone.sources(alone.counts())
+    assert ranks[0].sources() != alone.sources() == alone.sources(alone.counts())
 
 
 def test_a_source_alone_gives_its_rows_in_the_same_order(mixture, tokenizer):

@@ -62,7 +62,8 @@ def _evaluate(run: Run, stop: Callable[[], bool], advance: Advance) -> dict[str,
     count = int(run.world.sum_(targets))
     loss, load = float(run.world.sum_(nats)) / count, run.world.sum_(load)
     each = {name: run.world.sum_(sums).tolist() for name, sums in by_source.items()}
-    progress = run.train_batches.sources() if mixed else {}
+    counts = run.source_counts() if mixed else None
+    progress = run.train_batches.sources(counts if counts is None else run.world.sum_(counts)) if mixed else {}
     sources = {name: {"loss": sums[0] / sums[1], **progress[name]} for name, sums in each.items()}
     return {
         "loss": loss,

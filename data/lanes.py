@@ -1,0 +1,204 @@
+"""Deals streams out to lanes, so that every rank reads and tokenises only what it trains on.
+
+A lane is a sequence of rows of its own: lane l of n reads share l of n of every source (see `SharedSource`), and packs
+and shuffles it by itself. Row n of an optimizer step always comes from lane n, and a rank has the lanes of its rows. A
+step therefore has the same rows on any number of ranks.
+
+A position has the place of every lane. If a run continues with another number of rows in a step, its lanes are dealt
+anew: each old lane that has not finished the current epoch is handed to a new lane, which first reads it to its end, so
+that every document of the epoch is still read exactly once. The next epoch is shared by the new lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from data.document import Share
+from data.rows import MixedRows, MixedStats, Row, RowReader
+from data.windows import Stats
+
+MakeReader = Callable[[Share], RowReader]
+MIN_WINDOW_ROWS = 16  # the packing window of a lane has room for so many rows, unless `data.window_tokens` has not
+OPEN_LANES = 64  # a rank with more lanes closes the files of each lane between two packing windows
+
+
+def window_tokens(whole: int, lanes: int, seq_len: int) -> int:
+    """The size of a lane's packing window in tokens. All lanes of a step together have `whole` tokens, but each lane
+    has at least MIN_WINDOW_ROWS rows.
+    """
+    return whole if lanes == 1 else max(whole // lanes, min(whole, MIN_WINDOW_ROWS * seq_len))
+
+
+class Lane:
+    """The rows of one source in one lane.
+
+    make: opens a share of the source. share: the lane and the number of lanes.
+
+    Attributes:
+        inherited: old lanes that this lane finishes first. Each is a position of a `RowReader`, with the `share` that
+            it belongs to, and the last epoch (`until`) of which it is read.
+    """
+
+    def __init__(self, make: MakeReader, share: Share):
+        self.make, self.own = make, make(share).load_first()
+        self.inherited: list[dict[str, Any]] = []
+        self._finishing: RowReader | None = None  # reads the first inherited lane
+
+    @property
+    def epoch(self) -> int:
+        return min([self.own.epoch, *(old["epoch"] for old in self.inherited)])
+
+    @property
+    def stats(self) -> Stats:
+        return self.own.stats
+
+    def next_row(self) -> Row:
+        while self.inherited:
+            old = self.inherited[0]
+            if self._finishing is None:
+                self._finishing = self.make(tuple(old["share"]))
+                self._finishing.load_state_dict(old)
+            row = self._finishing.next_until(old["until"])
+            if row is not None:
+                return row
+            self._finishing = None
+            self.inherited.pop(0)
+        return self.own.next_row()
+
+    def state_dict(self) -> dict[str, Any]:
+        inherited = [dict(old) for old in self.inherited]
+        if self._finishing is not None:
+            inherited[0] |= self._finishing.state_dict()
+        return self.own.state_dict() | {"inherited": inherited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.load_state_dict(state)
+        self.inherited, self._finishing = [dict(old) for old in state.get("inherited", ())], None
+
+
+class LaneRows:
+    """The rows of this rank, each from its lane, with the interface that `TrainLoader` needs.
+
+    Args:
+        readers: for each source, the function that opens a share of it.
+        weights: the relative share of tokens of each source; every lane keeps to these weights by itself.
+        step_rows: number of rows of an optimizer step over all ranks, which is the number of lanes.
+        own: the lanes of this rank.
+
+    Raises `DataError` if a lane has no document.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, MakeReader], weights: dict[str, float], step_rows: int, own: Iterable[int]
+    ):
+        self.count, self._turn = step_rows, 0
+        self.lanes = {
+            lane: MixedRows({name: Lane(make, (lane, step_rows)) for name, make in readers.items()}, weights)
+            for lane in own
+        }
+        self._any = next(iter(self.lanes.values()))
+
+    @property
+    def epoch(self) -> int:
+        """The smallest epoch among the lanes of this rank."""
+        return min(lane.epoch for lane in self.lanes.values())
+
+    @property
+    def stats(self) -> Stats | MixedStats:
+        """The statistics of what this rank has read."""
+        stats = self._any.stats
+        return stats if len(stats.stats) > 1 else next(iter(stats.stats.values()))
+
+    def next_rows(self, count: int, own: slice) -> list[Row]:
+        """Advance by `count` rows of a step, and return those of them that `own` selects."""
+        turns = range(self._turn, self._turn + count)[own]
+        self._turn = (self._turn + count) % self.count
+        return [self.lanes[turn % self.count].next_row() for turn in turns]
+
+    def counts(self) -> np.ndarray:
+        """For each source the sums over the lanes of this rank: tokens, rows, epochs, and the number of lanes, float64
+        [sources, 4]. Their sum over all ranks is what `progress` takes.
+        """
+        found = np.zeros((len(self._any.readers), 4))
+        for lane in self.lanes.values():
+            for number, name in enumerate(lane.readers):
+                found[number] += lane.tokens[name], lane.rows[name], lane.readers[name].epoch, 1
+        return found
+
+    def progress(self, counts: np.ndarray | None = None) -> dict[str, dict[str, float]]:
+        """For each source of a mixture, the number of tokens and rows so far, and of complete epochs (the mean over
+        lanes); empty for a single source.
+
+        counts: the sum of `counts` over ranks; None means this rank alone.
+        """
+        table = self.counts() if counts is None else counts
+        names = list(self._any.readers)
+        return {
+            name: {"tokens": int(tokens), "rows": int(rows), "epochs": epochs / lanes}
+            for name, (tokens, rows, epochs, lanes) in zip(names, table.tolist(), strict=True)
+            if len(names) > 1
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this rank's lanes; `merged` makes the whole position of those of all ranks."""
+        positions = {str(lane): rows.state_dict() for lane, rows in self.lanes.items()}
+        return {"lanes": self.count, "turn": self._turn, "positions": positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a whole position; lanes are dealt anew if their number has changed."""
+        state = state if "lanes" in state else _of_one_lane(state)
+        positions = [state["positions"][str(lane)] for lane in range(state["lanes"])]
+        self._turn = state["turn"]
+        if len(positions) != self.count:
+            positions, self._turn = deal_anew(positions, self.count), 0
+        for lane, rows in self.lanes.items():
+            rows.load_state_dict(positions[lane])
+
+
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole position, from the `state_dict` of every rank."""
+    if "lanes" not in states[0]:
+        return states[0]
+    positions = {lane: position for state in states for lane, position in state["positions"].items()}
+    return states[0] | {"positions": dict(sorted(positions.items(), key=lambda item: int(item[0])))}
+
+
+def _of_one_lane(state: dict[str, Any]) -> dict[str, Any]:
+    """The position of a run that had no lanes, which read its sources as one lane does."""
+    own = {key: value for key, value in state.items() if key != "fingerprint"}
+    if "sources" not in own:
+        own = {"sources": {"": own}, "tokens": {"": 0}, "rows": {"": 0}}
+    return {"lanes": 1, "turn": 0, "positions": {"0": own}}
+
+
+def deal_anew(positions: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The positions of `count` new lanes that together read everything that the old lanes have not yet read of the
+    epochs that some old lane has begun, and then go on to the next epoch. Tokens and rows used so far are divided
+    evenly.
+    """
+    names = list(positions[0]["sources"])
+    made: list[dict[str, Any]] = [{"sources": {}, "tokens": {}, "rows": {}} for _ in range(count)]
+    for name in names:
+        old = [position["sources"][name] for position in positions]
+        begun = max(lane["epoch"] - _untouched(lane) for lane in old)
+        waiting = [entry for lane in old for entry in lane.get("inherited", ())]
+        for index, lane in enumerate(old):
+            if lane["epoch"] <= begun:
+                own = {key: lane[key] for key in ("epoch", "window", "start", "row")}
+                waiting.append(own | {"share": [index, len(old)], "until": begun})
+        for index, lane in enumerate(made):
+            start = {"epoch": begun + 1, "window": 0, "start": None, "row": 0}
+            lane["sources"][name] = start | {"inherited": waiting[index::count]}
+        for key in ("tokens", "rows"):
+            total = sum(position[key][name] for position in positions)
+            for index, lane in enumerate(made):
+                lane[key][name] = total * (index + 1) // count - total * index // count
+    return made
+
+
+def _untouched(lane: dict[str, Any]) -> bool:
+    """Whether nothing of the lane's epoch has been read."""
+    return not lane["window"] and not lane["row"] and lane["start"] is None
