@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-STUDIES = optimizers methods indexer balance qat draft_loss
+STUDIES = optimizers methods indexer balance qat expert_qat draft_loss
 .PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed lint docs docs-check coverage clean
 

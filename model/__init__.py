@@ -11,6 +11,7 @@ In the list below, each file imports only from the lines above it (and from its 
     no_wait, precision, kernels
     norm, rope, quantize, init
     packed, parallel, layout, chunk, hyper, loss, sparse
+    rounding
     indexer, moe, engram, vision
     cache
     attention, training_losses, offload, recomputation

@@ -35,6 +35,7 @@ from model.packed import PackedWeight, packed_block_linear
 from model.parallel.context import gather_entries, with_halo
 from model.quantize import fake_quant_fp8, main_kv_format
 from model.rope import rotate
+from model.rounding import Linear, Rounds
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
 
 
@@ -104,7 +105,7 @@ class Compressor(nn.Module):
         return self.norm((picked * weights).sum(1).to(values.dtype))
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(nn.Module, Rounds):
     """A block-diagonal linear layer without bias. Its weight [groups * out, in] has one [out, in] block for each
     group.
     """
@@ -118,7 +119,8 @@ class GroupedLinear(nn.Module):
         """Multiply x [T, groups, in] by each group's block; returns [T, groups, out]."""
         if isinstance(self.weight, PackedWeight):
             return packed_block_linear(x, self.weight, self.groups)
-        return torch.einsum("tgi,goi->tgo", x, self.weight.unflatten(0, (self.groups, -1)).to(x.dtype))
+        weight = self.rounded(self.weight)
+        return torch.einsum("tgi,goi->tgo", x, weight.unflatten(0, (self.groups, -1)).to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -132,13 +134,13 @@ class Attention(nn.Module):
         self.scale = dim**-0.5
         self.in_decoder = layer >= config.decoder_start
         self.makes_candidates = layer == config.candidate_source_layer_id
-        self.wq_a = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.wq_a = Linear(config.hidden_size, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
-        self.wq_b = nn.Linear(config.q_lora_rank, heads * dim, bias=False)
-        self.wkv = nn.Linear(config.hidden_size, dim, bias=False)
+        self.wq_b = Linear(config.q_lora_rank, heads * dim, bias=False)
+        self.wkv = Linear(config.hidden_size, dim, bias=False)
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.wo_a = GroupedLinear(heads * dim // groups, config.o_lora_rank, groups)
-        self.wo_b = nn.Linear(groups * config.o_lora_rank, config.hidden_size, bias=False)
+        self.wo_b = Linear(groups * config.o_lora_rank, config.hidden_size, bias=False)
         self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         full = layer in config.kv_source_layer_ids
         self.compressor = Compressor(config, self.ratio) if full else None

@@ -30,6 +30,7 @@ from model.norm import RMSNorm
 from model.offload import HostCopies
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.parallel.tables import Head, Lookup, Table
+from model.rounding import set_rounding
 from model.training_losses import LossDenominators, Losses, count_denominators, training_losses
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
@@ -212,6 +213,7 @@ class DeepseekV41(nn.Module):
             self.image_end = nn.Parameter(torch.empty(text.hidden_size))
             self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
         self.register_buffer("token_map", None, persistent=False)  # set by `build_model`
+        set_rounding(self, self.runtime)
 
     def forward(
         self,

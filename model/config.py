@@ -272,6 +272,13 @@ class ForwardOptions:
         "auto" the Triton kernels on CUDA devices if Triton is installed.
     kv_quant: whether the shared main KV is rounded to FP4 by fake quantisation (QAT); window KV and indexer keys are
         always rounded.
+    expert_quant: whether the weights of routed experts are rounded to MXFP4, as the released checkpoint stores them;
+        the trained weights stay fp32, and their gradients are those of the rounded weights (QAT, see
+        model/rounding.py).
+    dense_quant: whether the dense projections that the released checkpoint stores as FP8 are rounded to FP8; this too
+        is QAT.
+    engram_quant: whether the rows of the Engram tables are rounded to FP8, as the released checkpoint stores them; this
+        too is QAT.
     candidate_pool: whether later indexers may select entries only from the candidate blocks of the first decoder
         indexer.
     decoder_replay: whether decoder layers process only the last `sliding_window` tokens of a prompt (SWA bounded
@@ -300,6 +307,9 @@ class ForwardOptions:
     attention: Literal["sparse", "dense"] = "sparse"
     kernels: Literal["auto", "plain", "triton"] = "auto"
     kv_quant: bool = True
+    expert_quant: bool = False
+    dense_quant: bool = False
+    engram_quant: bool = False
     candidate_pool: bool = True
     decoder_replay: bool = False
     stream_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -316,6 +326,10 @@ class ForwardOptions:
         too.
         """
         return replace(self, recompute=on, offload=self.offload if on else "off")
+
+    def without_weight_rounding(self) -> ForwardOptions:
+        """A copy of the options for a model whose weights are used as they are stored, such as a teacher."""
+        return replace(self, expert_quant=False, dense_quant=False, engram_quant=False)
 
     def __post_init__(self) -> None:
         if self.attention not in ("sparse", "dense"):

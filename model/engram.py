@@ -24,6 +24,8 @@ from model.layout import SequenceLayout
 from model.no_wait import Constant
 from model.parallel.ranks import RankGroup
 from model.parallel.tables import Lookup, Table
+from model.quantize import FP8_ROWS
+from model.rounding import Linear, Rounds
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,10 @@ def _constants(primes: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Const
     return Constant(primes, torch.int64), Constant(offsets, torch.int64)
 
 
-class Engram(nn.Module):
+class Engram(nn.Module, Rounds):
     """One Engram layer: a table, a projection to n keys and one value, and a gate for each residual stream."""
+
+    packing, option = FP8_ROWS, "engram_quant"
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
@@ -179,7 +183,7 @@ class Engram(nn.Module):
             self.number
         ]  # checkpoint files may have a few more rows than needed
         self.embed = Table(rows, config.engram_head_dim, ranks)
-        self.wkv = nn.Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
+        self.wkv = Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
         self.q_weight = nn.Parameter(torch.empty(n, d))
         self.k_weight = nn.Parameter(torch.empty(n, d))
 
@@ -187,7 +191,7 @@ class Engram(nn.Module):
         """Add the gated value to the residual streams [T, n, d], given the looked-up table rows `lookup`; returns the
         new streams.
         """
-        memory = self.wkv(lookup.rows().flatten(1)).unflatten(-1, (self.n + 1, -1))
+        memory = self.wkv(self.rounded(lookup.rows()).flatten(1)).unflatten(-1, (self.n + 1, -1))
         weight = (self.q_weight * self.k_weight).float()
         if in_triton(streams):
             from model.kernels import engram as kernels

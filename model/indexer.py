@@ -21,6 +21,7 @@ from model.norm import RMSNorm
 from model.precision import without_autocast
 from model.quantize import fake_quant_mxfp4
 from model.rope import rotate
+from model.rounding import Linear
 from model.sparse import Scratch, chunk_elements
 
 # A tie-break that is added per slot: all entries whose ReLUs are all zero score exactly 0, and the newest of them must
@@ -41,7 +42,7 @@ class Indexer(nn.Module):
     def __init__(self, config: TextConfig, owns_keys: bool):
         super().__init__()
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.dim, bias=False)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.dim, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
         if owns_keys:
             self.wk = nn.Linear(config.head_dim, self.dim, bias=False)

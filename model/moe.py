@@ -22,7 +22,8 @@ from model.packed import PackedWeight, packed_grouped_linear
 from model.parallel.context import sum_over
 from model.parallel.exchange import RowCounts, Transfer, exchange, exchange_counts
 from model.parallel.ranks import RankGroup, expert_shard
-from model.quantize import KV_WINDOW, fake_quant_fp8
+from model.quantize import FP4_ROWS, KV_WINDOW, fake_quant_fp8
+from model.rounding import Linear, Rounds
 
 
 class Routing(NamedTuple):
@@ -93,8 +94,10 @@ class Gate(nn.Module):
         return indices if replay is None else torch.where(replay >= 0, replay, indices)
 
 
-class Experts(Watched):
+class Experts(Watched, Rounds):
     """The routed experts of a layer that this rank holds, stacked in w1, w3 [E, f, d] and w2 [E, d, f]."""
+
+    packing, option = FP4_ROWS, "expert_quant"
 
     def __init__(self, config: TextConfig, layer: int, ranks: RankGroup):
         super().__init__()
@@ -110,7 +113,7 @@ class Experts(Watched):
         """Multiply rows [R, in], sorted by expert, by the stacked weight `name`. If there is an `adapter`, it is called
         with the same arguments and its result is added.
         """
-        out = grouped_linear(rows, getattr(self, name), ends)
+        out = grouped_linear(rows, self.rounded(getattr(self, name)), ends)
         return out if self.adapter is None else out + self.adapter(name, rows, ends)
 
     def forward(
@@ -189,9 +192,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         d, f = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
-        self.w1 = nn.Linear(d, f, bias=False)
-        self.w2 = nn.Linear(f, d, bias=False)
-        self.w3 = nn.Linear(d, f, bias=False)
+        self.w1 = Linear(d, f, bias=False)
+        self.w2 = Linear(f, d, bias=False)
+        self.w3 = Linear(d, f, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))

@@ -1,6 +1,6 @@
 """Quantisation: fake quantisation of the attention state (rounding in the forward pass, identity in the backward pass),
 packed storage of the attention state in a cache (`KV_*`), and packed storage of quantised weights (`pack`, `unpack`;
-released.py defines the packing of each weight).
+released.py defines the packing of each weight), which `round_weight` simulates in training.
 
 The attention state uses three formats of the V4.1 report. Rounding changes the selection of the indexer, so training
 rounds too. The gradient is the identity also for values that were clipped.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -221,14 +222,13 @@ def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[
     with unchanged bytes. The rule alone does not ensure this: if rounding has lowered amax to half of the range, the
     rule gives half of the old scale for the same values, and the old scale may have been computed by another rule.
     """
-    limit, floor = (E2M1_MAX, E2M1_MAX * 2.0**-126) if packing.codes == torch.int8 else (E4M3_MAX, 1e-4)
     tiles = _tiles(matrix.float(), packing.tile_rows)
-    scale = _power_of_two_above(tiles.abs().amax((1, 3), keepdim=True).clamp_(min=floor) / limit)
+    scale = _tile_scale(tiles, packing)
     if kept is not None:
         kept = kept.float()[:, None, :, None]
         lossless = (_round(tiles / kept, packing) * kept == tiles).all(1, keepdim=True).all(3, keepdim=True)
         scale = torch.where(lossless, kept, scale)
-    rounded = _round(tiles / scale, packing).flatten(2).flatten(0, 1)[: matrix.shape[0], : matrix.shape[1]]
+    rounded = _matrix(_round(tiles / scale, packing), *matrix.shape)
     codes = _join_nibbles(rounded) if packing.codes == torch.int8 else rounded.to(torch.float8_e4m3fn)
     return codes, scale[:, 0, :, 0].to(torch.float8_e8m0fnu)
 
@@ -238,8 +238,37 @@ def unpack(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
     most four significant bits and scales are powers of two.
     """
     values = _split_nibbles(codes) if packing.codes == torch.int8 else codes.float()
-    tiles = _tiles(values, packing.tile_rows) * scale.float()[:, None, :, None]
-    return tiles.flatten(2).flatten(0, 1)[: values.shape[0], : values.shape[1]]
+    return _matrix(_tiles(values, packing.tile_rows) * scale.float()[:, None, :, None], *values.shape)
+
+
+def round_weight(weight: Tensor, packing: Packing) -> Tensor:
+    """Round a weight [..., rows, columns] to the values that it has after `pack` and `unpack`, so that training uses
+    the weights of the quantised checkpoint. The gradient is the identity, also for values that were clipped. The result
+    has the shape and dtype of `weight`.
+
+    In a stack of weights every weight is rounded on its own, which needs a packing whose tiles are one row high.
+    """
+    if weight.dim() > 2 and packing.tile_rows > 1:
+        raise ValueError(f"a stack {list(weight.shape)} of weights cannot be rounded in tiles of several rows")
+    return _StraightThrough.apply(weight, partial(_rounded, packing=packing))
+
+
+def _rounded(weight: Tensor, packing: Packing) -> Tensor:
+    matrix = weight.flatten(0, -2)
+    tiles = _tiles(matrix, packing.tile_rows)
+    scale = _tile_scale(tiles, packing)
+    return _matrix(_round(tiles / scale, packing).mul_(scale), *matrix.shape).reshape(weight.shape)
+
+
+def _tile_scale(tiles: Tensor, packing: Packing) -> Tensor:
+    """The scales [tiles down, 1, tiles across, 1] of fp32 tiles, by the rule of `pack`."""
+    limit, floor = (E2M1_MAX, E2M1_MAX * 2.0**-126) if packing.codes == torch.int8 else (E4M3_MAX, 1e-4)
+    return _power_of_two_above(tiles.abs().amax((1, 3), keepdim=True).clamp_(min=floor) / limit)
+
+
+def _matrix(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of `_tiles`: joins tiles to a [rows, columns] matrix, without the padding."""
+    return tiles.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
 def _tiles(matrix: Tensor, tile_rows: int) -> Tensor:

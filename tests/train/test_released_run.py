@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train.build
-from model import save_pretrained
+from model import load_pretrained, save_pretrained
 from train.checkpoint.run_state import latest
 from train.config.problems import ConfigError
 from train.run import begin
@@ -39,6 +39,23 @@ def released_folder(folder: Path, run: train.build.Run) -> dict[str, torch.Tenso
             tensors[name] = codes.view(tensor.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return bytes_of(folder)
+
+
+@pytest.mark.slow
+def test_the_export_of_a_run_that_rounds_its_weights_has_its_logits(make_config) -> None:
+    """Quantisation-aware training of everything that the released format rounds loses nothing in the export."""
+    rounding = [f"runtime.{kind}_quant=true" for kind in ("expert", "dense", "engram")]
+    config = make_config(*rounding, "optim=report", "optim.schedule.peak=0.01", "checkpoint.export=released")
+    before = train.build.build(config).model
+    pretrain.run(config)
+    run = train.build.build(config)
+    run.resume(latest(config.run_dir / "checkpoints"))
+    ids = next(iter(run.valid_batches))["input_ids"]
+    with torch.no_grad():
+        logits = run.model(ids).logits
+        assert not torch.allclose(logits, before(ids).logits, atol=0.1), "it has trained"
+        for packed in (False, True):
+            assert torch.equal(logits, load_pretrained(config.run_dir / "export", packed=packed)(ids).logits)
 
 
 def test_what_was_not_trained_has_its_bytes_again(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
+    yield from _weight_rounding_rules(config)
     data_problems = config.data.problems()
     for text in data_problems:
         text = text if text.startswith("data.") else f"data.{text}"
@@ -303,6 +304,19 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
         rule = "is not trained with runtime.train_indexer = false"
         remedy = 'Leave "indexer" or runtime.train_indexer=false out'
         yield {"lora.targets", "runtime.train_indexer"}, problem("lora.targets", "indexer", rule, remedy)
+
+
+def _weight_rounding_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    """Quantisation-aware training needs trained weights: a run that keeps them frozen cannot adapt them to the
+    rounding.
+    """
+    if not config.frozen_base:
+        return
+    for key in ("expert_quant", "dense_quant", "engram_quant"):
+        if getattr(config.runtime, key):
+            rule = "rounds weights that are trained, but this run keeps the weights of the model frozen"
+            remedy = "Leave it out, or train all weights (lora=off, and not task=dspark)"
+            yield {f"runtime.{key}", "lora.targets", "task.kind"}, problem(f"runtime.{key}", True, rule, remedy)
 
 
 def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> Iterator[str]:

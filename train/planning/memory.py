@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 
 from model import DeepseekV41, ModelConfig, count
+from model.checkpoint.load import parameter_packing
 from model.config import TextConfig
 from model.loss import CHUNK_LOGITS
+from model.quantize import FP4_ROWS, FP8_TILES
 from optim.muon import BATCH_ELEMENTS
 from train.config.schema import Config
 from train.planning.items import FP32, Item
 from train.planning.job import Job, settings
 
+ROUNDING = 24  # bytes per value while model.quantize.round_weight rounds an fp32 matrix: at most six fp32 copies
 UNPACKING = 10  # bytes per value while model.quantize.unpack unpacks a matrix: two fp32 copies and one in bf16
 
 
@@ -69,8 +72,8 @@ def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     """Compute the memory in use while the loss is computed, after the forward pass of all blocks.
 
     Counted are the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32 logits,
-    their fp32 gradient, and a bf16 copy of this gradient), the gradient of the output head, and the bf16 copies of
-    weights, which autocast keeps until it ends.
+    their fp32 gradient, and a bf16 copy of this gradient), the gradient of the output head, and the copies of weights
+    (see ``copy_bytes``), which autocast keeps until it ends.
     """
     bf16, text = _bf16(config), job.model.config.text
     kept = keeps_combined(config), offloads(config)
@@ -82,9 +85,9 @@ def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     found["logits of a chunk"] = float((8 + 2 * bf16) * min(tokens * text.vocab_size, CHUNK_LOGITS["cuda"]))
     found |= head_bytes(config, job)
     dense, experts = copy_bytes(config, job)
-    found["bf16 copies of dense weights"] = float(sum(dense))
+    found["copies of dense weights"] = float(sum(dense))
     if not config.runtime.recompute:
-        found["bf16 copies of experts"] = float(sum(experts))
+        found["copies of experts"] = float(sum(experts))
     return found
 
 
@@ -113,11 +116,13 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
         moment |= _uneven(config, job, tokens, 1 if recompute else text.num_hidden_layers)
         moment |= exchange_bytes(config, text, tokens) | gathered_bytes(config, job)
         if recompute:
-            moment["bf16 copies of a block's weights"] = float(dense[layer] + experts[layer])
+            moment["copies of a block's weights"] = float(dense[layer] + experts[layer])
         else:
-            moment["bf16 copies of dense weights"] = float(sum(dense))
-            moment["bf16 copies of experts"] = float(sum(experts))
+            moment["copies of dense weights"] = float(sum(dense))
+            moment["copies of experts"] = float(sum(experts))
         moment["one packed weight made plain"] = float(UNPACKING * job.largest_packed)
+        if rounded := largest_rounded(config, job, tokens):
+            moment["one weight while it is rounded"] = float(ROUNDING * rounded)
         found.append(moment)
     return found
 
@@ -227,19 +232,38 @@ def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
 
 
 def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
-    """Return the bytes of the bf16 copies that autocast makes of each block's dense and expert weights.
+    """Return the bytes of the copies of each block's dense and expert weights that are kept for the backward pass.
 
-    Packed weights have no such copies. Divided matrices (``parallel.dense_shards``) have no such copies either, because
-    they are already gathered in bf16.
+    Under bf16 autocast these are the copies in bf16. In fp32 there are copies only of weights that are rounded in the
+    forward pass (``runtime.expert_quant``, ``runtime.dense_quant``). Packed weights have no such copies. Divided
+    matrices (``parallel.dense_shards``) have no such copies either, because they are already gathered in bf16.
     """
     layout = config.parallel
     dense, experts = ([0] * job.model.config.text.num_hidden_layers for _ in range(2))
-    for layer, of_experts, divided, numel in job.copied if _bf16(config) else ():
+    for layer, of_experts, divided, numel in job.copied:
+        rounded = config.runtime.expert_quant if of_experts else config.runtime.dense_quant
+        width = 2 if _bf16(config) else FP32 * rounded
         if of_experts:
-            experts[layer] += 2 * numel // layout.expert_parallel
+            experts[layer] += width * numel // layout.expert_parallel
         elif not divided or layout.dense_shards == 1:
-            dense[layer] += 2 * numel
+            dense[layer] += width * numel
     return dense, experts
+
+
+def largest_rounded(config: Config, job: Job, tokens: int) -> int:
+    """Return the number of values of the largest tensor that a rank rounds at once in quantisation-aware training: the
+    stacked weights of its routed experts, a dense matrix, or the Engram rows that its tokens read.
+    """
+    runtime, text = config.runtime, job.model.config.text
+    sizes = [tokens * text.engram_hash_heads * text.engram_head_dim * bool(text.engram_layer_ids)]
+    sizes[0] *= runtime.engram_quant
+    for p in job.parameters:
+        packing = parameter_packing(p.name)
+        if packing == FP4_ROWS and runtime.expert_quant:
+            sizes.append(prod(p.shape) // config.parallel.expert_parallel)
+        elif packing == FP8_TILES and runtime.dense_quant:
+            sizes.append(prod(p.shape))
+    return max(sizes)
 
 
 def gathered_bytes(config: Config, job: Job) -> dict[str, float]:

@@ -20,7 +20,7 @@ from train.build import Run
 from train.checkpoint.init_from import find_pretrained
 from train.config.problems import ConfigError, problem
 from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
-from train.rl.reference import load_frozen
+from train.rl.reference import load_teacher
 
 
 class DistillationObjective:
@@ -115,7 +115,7 @@ class Teachers:
         if self.loaded is None or self.loaded[0] != name:
             self.loaded = None  # release the old teacher first; memory may not hold two
             parallel = Parallel(context=self.run.world.parallel.context)  # whole on every process, rows shared
-            self.loaded = name, load_frozen(self.run, name, parallel)
+            self.loaded = name, load_teacher(self.run, name, parallel)
         return self.loaded[1]
 
     def head(self, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import DeepseekV41, ModelConfig, token_log_probs
+from model import DeepseekV41, ForwardOptions, ModelConfig, token_log_probs
 from model.build import allocate_model
 from model.engram import build_token_map
 from model.parallel.ranks import ONE_PROCESS, Parallel
@@ -63,7 +63,16 @@ class BaseModel:
 Reference = Copy | BaseModel
 
 
-def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
+def load_teacher(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
+    """Load a teacher: as ``load_frozen``, but its weights are used as they are stored, also if the student's are
+    rounded (``runtime.expert_quant`` and the like).
+    """
+    return load_frozen(run, name, parallel, run.config.runtime.without_weight_rounding())
+
+
+def load_frozen(
+    run: Run, name: str, parallel: Parallel = ONE_PROCESS, runtime: ForwardOptions | None = None
+) -> DeepseekV41:
     """Load the model of a checkpoint as a frozen model.
 
     The weights of the loaded model are held packed if the checkpoint stores quantised weights and ``runtime.frozen`` is
@@ -72,13 +81,15 @@ def load_frozen(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> Deepse
     Args:
         name: the checkpoint, named as in ``init_from``.
         parallel: how the model is split over processes; the processes that share a split model must run it together.
+        runtime: options of its forward pass; None means those of the run.
     """
     origin = find_pretrained(name)
     config = ModelConfig.from_dict(origin.model)
     token_map = build_token_map(run.tokenizer) if config.text.engram_layer_ids else None
     dtype = torch.bfloat16 if run.config.parallel.precision == "bf16" else torch.float32
     kept = frozen_packing(origin, run.config.runtime.frozen)
-    model = allocate_model(config, run.config.runtime, token_map, run.device, dtype, parallel, packing_of=kept)
+    options = runtime or run.config.runtime
+    model = allocate_model(config, options, token_map, run.device, dtype, parallel, packing_of=kept)
     load_pretrained_weights(model, name)
     return model.requires_grad_(False)
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from model import ModelConfig
 from train.config.schema import Config
-from train.planning.memory import tokens_per_pass
+from train.planning.job import job_of
+from train.planning.memory import copy_bytes, largest_rounded, tokens_per_pass
 from train.planning.resources import plan
 
 # tiny: 6 layers, d 32, D 16, Di 32, W 8; Full layers 1 (ratio 2) and 3 (ratio 1); pool of 4 blocks of 4
@@ -52,3 +54,17 @@ def test_bytes_between_ranks_that_share_rows(pair: tuple[Config, Config]) -> Non
     assert sent["entries and keys of rows"] == 64 * ENTRY * 1.5 * (4 + 4)
     assert sent["window keys of rows"] == 6 * 7 * 16 * 4 * 3 / 2
     assert {kind: sent[kind] for kind in alone} == alone
+
+
+def test_weights_that_are_rounded_are_kept_a_second_time(pair: tuple[Config, Config]) -> None:
+    """In fp32: rounded copies of the experts of every block; at once, the stack of one weight's experts is rounded."""
+    one, _ = pair
+    rounds = replace(one, runtime=replace(one.runtime, expert_quant=True, dense_quant=True))
+    text = ModelConfig.from_dict(one.model).text
+    stack = text.n_routed_experts // 2 * text.hidden_size * text.moe_intermediate_size  # of the experts of a rank
+    dense, experts = copy_bytes(rounds, job_of(rounds))
+    assert experts == [4 * 3 * stack] * text.num_hidden_layers and min(dense) > 0
+    experts_alone = replace(one, runtime=replace(one.runtime, expert_quant=True))
+    assert largest_rounded(experts_alone, job_of(experts_alone), 64) == stack
+    assert copy_bytes(one, job_of(one)) == ([0] * text.num_hidden_layers,) * 2
+    assert largest_rounded(one, job_of(one), 64) == 0
