@@ -21,7 +21,6 @@ In the list below, each file imports only from the lines above it (and from its 
     sampling, dspark
     generation
     dispatch
-    huggingface_counts, huggingface_speculation
     huggingface
 
 The names that the package exports are imported lazily, so that reading a configuration does not load torch.

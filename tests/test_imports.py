@@ -24,7 +24,7 @@ ONLY_IN = {
     "matplotlib": {"train/logging/plot.py"},
     "deepspeed": {"train/distributed/engine.py"},
     "httpx2": {"train/rl/rollout/servers.py"},
-    "transformers": {"model/huggingface.py", "model/huggingface_speculation.py"},
+    "transformers": {str(path.relative_to(ROOT)) for path in (ROOT / "model/huggingface").glob("*.py")},
     "lm_eval": {"train/evaluation/harness.py"},
     "peft": {"train/lora/inject.py"},
     "triton": {str(path.relative_to(ROOT)) for path in (ROOT / "model/kernels").glob("*.py")},

@@ -33,7 +33,7 @@ sys.path.insert(0, "tests/model")
 from tiny import tiny_model, tokens
 from transformers import Trainer, TrainingArguments
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
-from model.huggingface_counts import count_whole_steps
+from model.huggingface.counts import count_whole_steps
 
 class Rows(torch.utils.data.Dataset):
     ids = tokens(16, 16)

@@ -20,7 +20,7 @@ from data.tokenizer import train_tokenizer
 from data.tokenizer_files import tokenizer_files
 from model import ModelConfig, build_model, load_pretrained, save_pretrained
 from model.huggingface import DeepseekV41ForCausalLM
-from model.huggingface_counts import count_whole_steps
+from model.huggingface.counts import count_whole_steps
 from train.config.dpo import DpoConfig
 from train.dpo.objective import PreferenceObjective
 from train.rl.reference import log_probs_under

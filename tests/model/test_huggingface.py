@@ -262,9 +262,9 @@ def test_the_cache_passes_new_tokens_only(tiny, monkeypatch) -> None:
         passed.append(len(step.ids))
         return real(decoding, step)
 
-    real = model.huggingface.Decoding._pass
-    monkeypatch.setattr(model.huggingface.Decoding, "_pass", counting)
-    monkeypatch.setattr(model.huggingface, "PREFILL_TOKENS", 30)
+    real = model.huggingface.decoding.Decoding._pass
+    monkeypatch.setattr(model.huggingface.decoding.Decoding, "_pass", counting)
+    monkeypatch.setattr(model.huggingface.decoding, "PREFILL_TOKENS", 30)
     result = tiny.generate(**padded(PROMPTS), max_new_tokens=4, do_sample=False, eos_token_id=-1)
     assert passed == [27, 19, 10, 3, 3, 3]  # prompts in pieces of 10 each, then a token each
     assert torch.equal(result[:1], greedy(tiny, torch.tensor(PROMPTS[:1]), 4))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TextStreamer
 
 import model.huggingface
-import model.huggingface_speculation
+import model.huggingface.speculation
 from model import save_pretrained
 from model.generation import generate
 from model.huggingface import DeepseekV41ForCausalLM
@@ -42,7 +42,7 @@ def calls(monkeypatch) -> list[list]:
         made.append(requests)
         return generate(built, requests, **options)
 
-    monkeypatch.setattr(model.huggingface_speculation, "generate", recorded)
+    monkeypatch.setattr(model.huggingface.speculation, "generate", recorded)
     return made
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
-from model.huggingface_counts import count_whole_steps
+from model.huggingface.counts import count_whole_steps
 from optim import AdamWSettings, Settings
 from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop

@@ -1,19 +1,7 @@
-"""Makes the model available as a transformers model. After this module is imported,
-`AutoModelForCausalLM.from_pretrained(folder)` works.
-
-    import model.huggingface
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-
-Weights are read and written by `model/checkpoint`, so checkpoint folders have the released layout and names, and can be
-plain, bf16 or quantised. `Trainer` and TRL's trainers train all parts of the model, including indexers and router
-biases (`training_losses="full"`), see `DeepseekV41ForCausalLM.training_losses`. In this project, only this file and
-huggingface_speculation.py import transformers.
-"""
+"""`DeepseekV41ForCausalLM`: the model with the interface of transformers."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -22,111 +10,46 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.integrations import deepspeed
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from model.backbone import BackboneOutput, DeepseekV41
-from model.build import build_model
-from model.cache.pages import Cache
-from model.cache.step import Step
 from model.checkpoint.load import load_pretrained
-from model.checkpoint.names import COMPANIONS, SCALES, own_state
-from model.checkpoint.released import INDEX, is_quantised, read_headers
+from model.checkpoint.names import COMPANIONS, SCALES
+from model.checkpoint.released import INDEX, read_headers
 from model.checkpoint.save import SHARD_BYTES, save_pretrained
-from model.config import MODEL_TYPE, ForwardOptions, ModelConfig
+from model.config import ForwardOptions
 from model.dispatch import load_where_it_fits
 from model.dspark import Drafter, load_drafter
-from model.engram import build_token_map
-from model.huggingface_counts import KEY as STEP_COUNTS
-from model.huggingface_counts import denominators_of
-from model.huggingface_speculation import continued, hindrances
+from model.huggingface.batch import batch_of
+from model.huggingface.configuration import DeepseekV41Config
+from model.huggingface.counts import KEY as STEP_COUNTS
+from model.huggingface.counts import denominators_of
+from model.huggingface.decoding import Decoding
+from model.huggingface.folders import (
+    IGNORED,
+    bytes_of,
+    device_of,
+    dtype_of,
+    local_folder,
+    new_model,
+    read_config,
+    rename_released,
+)
+from model.huggingface.speculation import continued, hindrances
 from model.layout import SequenceLayout
 from model.training_losses import LossDenominators, count_denominators, training_losses
 
-PREFILL_TOKENS = 4096  # number of prompt tokens in one forward pass
-_OF_TRANSFORMERS = {f.name for f in dataclasses.fields(PreTrainedConfig)} | {"name_or_path", "attn_implementation"}
 _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
-
-
-class _Section(PreTrainedConfig):
-    """A section `text_config` or `vision_config` of config.json. The attributes of a section are the keys of the
-    released config.json, which are written back unchanged.
-    """
-
-    rope_scaling = None  # a key of the released config.json; in the base class this name is an alias of another key
-
-    def __init__(self, **released: Any):
-        PreTrainedConfig.__init__(self)
-        self._released = tuple(key for key in released if key != "model_type")
-        for key in self._released:
-            setattr(self, key, released[key])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"model_type": self.model_type, **{key: getattr(self, key) for key in self._released}}
-
-
-class DeepseekV41TextConfig(_Section):
-    model_type = f"{MODEL_TYPE}_text"
-    base_config_key = "text_config"
-    __init__ = _Section.__init__  # transformers would otherwise generate another constructor for the subclass
-
-
-class DeepseekV41VisionConfig(_Section):
-    model_type = f"{MODEL_TYPE}_vision"
-    base_config_key = "vision_config"
-    __init__ = _Section.__init__
-
-
-class DeepseekV41Config(PreTrainedConfig):
-    """The transformers configuration with the keys of the released config.json. `ModelConfig` validates the values of
-    these keys, and raises a ValueError that lists every problem.
-
-    `text_config` and `vision_config` hold the keys of these sections as attributes; `to_model_config` returns the
-    `ModelConfig` that the model is built from. Keys that neither the release nor transformers defines are kept and
-    written back.
-    """
-
-    model_type = MODEL_TYPE
-    sub_configs = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}
-    keys_to_ignore_at_inference = ["hidden_states"]
-    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads this attribute; it is empty because the folder holds no code
-
-    def __init__(self, text_config: Any = None, vision_config: Any = None, **rest: Any):
-        sections = {"text_config": text_config, "vision_config": vision_config}
-        raw = {key: value for key, value in rest.items() if key not in _OF_TRANSFORMERS and not key.startswith("_")}
-        raw |= {k: v.to_dict() if isinstance(v, PreTrainedConfig) else v for k, v in sections.items() if v is not None}
-        released = ModelConfig.from_dict(raw).to_dict()
-        super().__init__(**{key: value for key, value in rest.items() if key in _OF_TRANSFORMERS})
-        self.text_config = DeepseekV41TextConfig(**released.pop("text_config"))
-        self.vision_config = DeepseekV41VisionConfig(**released.pop("vision_config"))
-        for key in ("model_type", "architectures"):
-            released.pop(key)
-        self.architectures = ["DeepseekV41ForCausalLM"]
-        self._released = tuple(released)
-        for key, value in released.items():
-            setattr(self, key, value)
-
-    def to_dict(self) -> dict[str, Any]:
-        sections = {key: getattr(self, key).to_dict() for key in self.sub_configs}
-        dtype = {} if self.dtype is None else {"dtype": str(self.dtype).removeprefix("torch.")}
-        top = {"model_type": self.model_type, "architectures": self.architectures, **dtype}
-        return {**top, **sections, **{key: getattr(self, key) for key in self._released}}
-
-    to_diff_dict = to_dict  # every key is written, as in the released file
-
-    def to_model_config(self) -> ModelConfig:
-        return ModelConfig.from_dict(self.to_dict())
 
 
 @dataclass
@@ -193,7 +116,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         super().__init__(config)
         if model is None:
-            model = _new_model(config.to_model_config(), runtime, tokenizer)
+            model = new_model(config.to_model_config(), runtime, tokenizer)
         self.model = model
         self._drafter = (drafter,)  # in a tuple: not a submodule
         self.training_losses: Literal["full", "lm"] = "full"
@@ -206,7 +129,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         if tokenizer is not None:
             backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
             self.companions["tokenizer.json"] = backend.to_str(pretty=True).encode()
-        self.register_load_state_dict_pre_hook(_from_released_names)
+        self.register_load_state_dict_pre_hook(rename_released)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -252,19 +175,19 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         use instead of the folder's config.json; a configuration that describes another model raises ValueError. Also
         raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not support.
         """
-        folder = _local(pretrained_model_name_or_path, others)
-        if unknown := {key for key, value in others.items() if key not in _IGNORED and value is not None}:
+        folder = local_folder(pretrained_model_name_or_path, others)
+        if unknown := {key for key, value in others.items() if key not in IGNORED and value is not None}:
             raise TypeError(f"from_pretrained: {', '.join(sorted(unknown))}: not supported for this model")
-        own = DeepseekV41Config(**_config_json(folder))
+        own = DeepseekV41Config(**read_config(folder))
         config = config or own
         if config.to_model_config() != own.to_model_config():
             raise ValueError(f"the configuration given is not the one in {folder}; change it there")
-        dtype = _dtype(dtype if dtype is not None else torch_dtype, own)
+        dtype = dtype_of(dtype if dtype is not None else torch_dtype, own)
         places: dict[str, int | str] = {}
         if device_map == "auto":
             core, places = load_where_it_fits(folder, dtype, max_memory, offload_folder, runtime)
         else:
-            core = load_pretrained(folder, dtype=dtype, device=_device(device_map), runtime=runtime)
+            core = load_pretrained(folder, dtype=dtype, device=device_of(device_map), runtime=runtime)
         config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
         drafts = drafter and any(name.startswith("mtp.") for name in read_headers(folder))
         model = cls(config, core, drafter=load_drafter(folder, core) if drafts else None)
@@ -308,7 +231,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
             new = Path(work) / "new"
-            save_pretrained(self.model, new, shard_bytes=_bytes(max_shard_size), format=format, drafter=self.drafter)
+            save_pretrained(self.model, new, shard_bytes=bytes_of(max_shard_size), format=format, drafter=self.drafter)
             self.generation_config.save_pretrained(new)
             for name, content in self.companions.items():
                 if name != "generation_config.json" and not (folder / name).exists():
@@ -352,7 +275,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
-        batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
+        batch = batch_of(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         want_streams = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if self._trains_fully():
@@ -475,7 +398,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         `DeepseekV41ForCausalLM.forward`.
         """
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        batch = _batch(ids, mask, positions, given.get("seq_lens"), given.get("vision_token_types"), {})
+        batch = batch_of(ids, mask, positions, given.get("seq_lens"), given.get("vision_token_types"), {})
         text = self.config.to_model_config().text
         layout = self.model.lay_out(**batch)
         every = torch.ones(layout.tokens, dtype=torch.bool, device=ids.device)
@@ -634,7 +557,7 @@ class Backbone:
         gradient includes the added losses.
         """
         owner, model = self._owner, self._owner.model
-        batch = _batch(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
+        batch = batch_of(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         if owner._trains_fully():
             step = denominators_of(others.get(STEP_COUNTS), None)
@@ -680,193 +603,3 @@ def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_after_any_step)
-
-
-class Decoding:
-    """The packed cache of one `generate` call, and the token ids of each cached sequence.
-
-    If earlier tokens of a sequence have changed since the last call (because beam search replaced the sequence), the
-    cache is rebuilt.
-    """
-
-    def __init__(self, model: DeepseekV41):
-        self.model = model
-        self.seen: list[list[int]] = []
-        self.cache: Cache | None = None
-        self.rows: list[int] = []
-
-    @torch.no_grad()
-    def next_logits(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Returns the logits fp32 [B, 1, V] of the token that follows each row of input_ids [B, S]. Raises ValueError
-        for a token id outside the vocabulary and for a row with only padding.
-        """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        wanted = [ids[real.bool()].tolist() for ids, real in zip(input_ids, mask, strict=True)]
-        size = self.model.config.text.vocab_size
-        for row, ids in enumerate(wanted):
-            known = len(self.seen[row]) if row < len(self.seen) else 0
-            if wrong := [token for token in ids[known:] if not 0 <= token < size]:
-                raise ValueError(f"input_ids row {row} holds {wrong[0]}: allowed are 0..{size - 1}")
-        if not all(wanted):
-            raise ValueError(
-                f"attention_mask row {wanted.index([])} has only padding; it needs at least one token, such as BOS"
-            )
-        pairs = list(zip(wanted, self.seen, strict=False))
-        if len(pairs) < len(wanted) or any(ids[: len(old)] != old or len(ids) == len(old) for ids, old in pairs):
-            self.cache = Cache(self.model.config.text, self.model.runtime.kv_quant, device=input_ids.device)
-            self.rows = [self.cache.open() for _ in wanted]
-            self.seen = [[] for _ in wanted]
-        hidden = self._advance([ids[len(old) :] for ids, old in zip(wanted, self.seen, strict=True)])
-        self.seen = wanted
-        return self.model.head(hidden).unsqueeze(1)
-
-    def _advance(self, new: list[list[int]]) -> Tensor:
-        """Run the model on the new tokens of every row; `new` contains the token ids of each row. Returns the hidden
-        state [B, d] of each row's last token.
-        """
-        share = max(1, PREFILL_TOKENS // len(new))
-        last: dict[int, Tensor] = {}
-        for start in range(0, max(map(len, new)), share):
-            parts = [(i, tokens[start : start + share]) for i, tokens in enumerate(new)]
-            parts = [(i, tokens) for i, tokens in parts if tokens]
-            hidden = self._pass(Step.after(self.cache, [self.rows[i] for i, _ in parts], [t for _, t in parts]))
-            last |= {i: state for (i, _), state in zip(parts, hidden, strict=True)}
-        return torch.stack([last[i] for i in range(len(new))])
-
-    def _pass(self, step: Step) -> Tensor:
-        """Run all layers on one step. Returns the hidden state [B, d] of every row's last token."""
-        model = self.model
-        layers = range(model.config.text.num_hidden_layers)
-        state = model.init_streams(model.embed(step.ids))
-        lookups = model.look_up(layers, step.ids, step.layout, step)
-        for layer in layers:
-            state = model.run_block(layer, state, lookups, step.layout, step=step).state
-        step.commit()
-        return model.final_hidden(state).index_select(0, step.on_device(step.start + step.host_count - 1))
-
-
-# Options that transformers passes and that have no effect on this model.
-_IGNORED = {
-    "_from_auto",
-    "adapter_kwargs",
-    "attn_implementation",
-    "code_revision",
-    "ignore_mismatched_sizes",
-    "offload_state_dict",
-    "low_cpu_mem_usage",
-    "trust_remote_code",
-    "use_safetensors",
-    "weights_only",
-}
-_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-
-
-def _local(name: str | os.PathLike, options: dict[str, Any]) -> Path:
-    """Returns the local folder of a checkpoint. If there is no folder called `name`, the checkpoint is downloaded from
-    the Hugging Face hub. The options of the hub are removed from `options`.
-    """
-    hub = {key: options.pop(key) for key in _HUB if key in options}
-    options = {key: value for key, value in hub.items() if value not in (None, "")}
-    if not Path(name).is_dir():
-        from huggingface_hub import snapshot_download
-
-        subfolder, wanted = options.pop("subfolder", ""), ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(str(name), allow_patterns=wanted, **options)) / subfolder
-    return Path(name) / options.get("subfolder", "")
-
-
-def _bytes(size: int | str) -> int:
-    """Returns the number of bytes that an integer or a string such as "5GB" stands for. Raises ValueError for any other
-    string.
-    """
-    if isinstance(size, int):
-        return size
-    if match := re.fullmatch(r"(\d+) ?([KMGT])B", size.upper()):
-        return int(match[1]) * 1000 ** (" KMGT".index(match[2]))
-    raise ValueError(f"max_shard_size={size!r}: must be a number of bytes or a string like '5GB'")
-
-
-def _config_json(folder: Path) -> dict[str, Any]:
-    ModelConfig.load(folder)  # names the file in its errors
-    return PreTrainedConfig._dict_from_json_file(folder / "config.json")
-
-
-def _dtype(wanted: torch.dtype | str | None, config: DeepseekV41Config) -> torch.dtype:
-    if wanted in (None, "auto"):
-        quantised = is_quantised(config.to_dict())
-        wanted = "bfloat16" if quantised else (config.dtype or "float32")
-    return getattr(torch, wanted) if isinstance(wanted, str) else wanted
-
-
-def _device(device_map: Any) -> torch.device:
-    if isinstance(device_map, dict) and set(device_map) == {""}:
-        device_map = device_map[""]
-    if device_map is None:
-        return torch.device("cpu")
-    if not isinstance(device_map, (str, int, torch.device)):
-        raise ValueError(f"device_map={device_map!r}: must be one device or 'auto'")
-    return torch.device(device_map)
-
-
-def _new_model(config: ModelConfig, runtime: ForwardOptions | None, tokenizer: Any) -> DeepseekV41:
-    token_map = None
-    if config.text.engram_layer_ids:
-        if tokenizer is None:
-            raise ValueError("a new model with Engram layers needs its tokenizer: from_config(config, tokenizer=...)")
-        token_map = build_token_map(getattr(tokenizer, "backend_tokenizer", tokenizer))
-    return build_model(config, runtime, token_map, torch.initial_seed() % 2**31, dtype=torch.get_default_dtype())
-
-
-def _batch(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    seq_lens: Tensor | None,
-    vision_token_types: Tensor | None,
-    others: dict[str, Any],
-) -> dict[str, Any]:
-    """Returns the arguments for `DeepseekV41.forward`. Raises ValueError if `others` contains an argument that this
-    model does not support.
-    """
-    for name in ("inputs_embeds", "past_key_values", "cache", "output_router_logits", "shift_labels"):
-        if others.get(name) is not None and others[name] is not False:
-            raise ValueError(f"{name}: is not supported; pass whole sequences as input_ids, and labels")
-    if position_ids is not None and seq_lens is None:
-        seq_lens = _documents(position_ids, attention_mask)
-    batch = dict(input_ids=input_ids, attention_mask=attention_mask, vision_token_types=vision_token_types)
-    return batch if seq_lens is None else batch | dict(attention_mask=None, seq_lens=seq_lens)
-
-
-def _documents(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """Returns the document lengths int64 [B, documents] that position_ids imply, or None if each row is one document.
-    Raises ValueError if position_ids do not count every document from 0, or disagree with attention_mask.
-    """
-    if attention_mask is not None:
-        expected = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        if bool(((position_ids != expected) & attention_mask.bool()).any()):
-            raise ValueError("position_ids do not agree with attention_mask: they must count the real tokens from 0")
-        return None
-    starts = position_ids == 0
-    index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
-    begun = torch.where(starts, index, 0).cummax(-1).values
-    if not bool(starts[:, 0].all()) or bool((index - begun != position_ids).any()):
-        raise ValueError("position_ids must count the tokens of every document from 0")
-    end = torch.tensor([position_ids.shape[1]], device=position_ids.device)
-    lengths = [row.nonzero().flatten().diff(append=end) for row in starts]
-    return torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-
-
-def _from_released_names(module: torch.nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook that runs before `load_state_dict`. The hook renames the tensors in `state` from their names in the
-    released safetensors files to their names in this model's state dict.
-    """
-    if prefix or not any(name in state for name in ("embed.weight", "head.weight")):
-        return
-    for name, tensor in own_state({name: state.pop(name) for name in list(state)}).items():
-        state[f"model.{name}"] = tensor
-
-
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DeepseekV41ForCausalLM"  # for Trainer's label smoothing
-AutoConfig.register(MODEL_TYPE, DeepseekV41Config, exist_ok=True)
-AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
-AutoTokenizer.register(DeepseekV41Config, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
