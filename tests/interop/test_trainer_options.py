@@ -63,7 +63,9 @@ def test_what_is_refused_ends_with_an_error(options, tmp_path: Path) -> None:
 
 
 def test_deepspeed_is_refused_by_the_first_step(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("model.huggingface.deepspeed.deepspeed_config", lambda: {"zero_optimization": {"stage": 1}})
+    monkeypatch.setattr(
+        "model.huggingface.modeling.deepspeed.deepspeed_config", lambda: {"zero_optimization": {"stage": 1}}
+    )
     with pytest.raises(ValueError, match="needs whole parameters and their own optimizer"):
         train(tmp_path)
 
