@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def run(size: int, function: Callable, *arguments: Any, timeout: float = 300) ->
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((size, function, arguments)))
+        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((size, function, arguments, timeout)))
         started = [Program(["-m", "tests.processes", name, str(rank)], folder / f"{rank}.log") for rank in range(size)]
         try:
             _wait(started, timeout)
@@ -54,8 +55,9 @@ def _work(folder: Path, rank: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(folder / "call", "rb") as file:
         sys.path[:] = pickle.load(file)  # before the next, which imports the function's module
-        size, function, arguments = pickle.load(file)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        size, function, arguments, timeout = pickle.load(file)
+    patience = timedelta(seconds=timeout)  # gloo's own limit of half an hour is too short for the longest benchmark
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", timeout=patience, rank=rank, world_size=size)
     try:
         torch.save(function(rank, *arguments), folder / f"{rank}.pt")
         dist.barrier()
