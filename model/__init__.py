@@ -2,8 +2,8 @@
 
 Read backbone.py first (the whole forward pass), then attention.py, indexer.py, sparse.py, moe.py, hyper.py, engram.py,
 and vision.py. Read layout.py and quantize.py when a shape or a rounding is unclear. Then come training_losses.py and
-loss.py, build.py and init.py, the packages parallel, cache and checkpoint, and dspark.py, sampling.py and
-generation.py.
+loss.py, build.py and init.py, the packages parallel, cache, checkpoint and dspark, sampling.py and generation.py, and
+the package huggingface.
 
 In the list below, each file imports only from the lines above it (and from its own package):
     kernels.switch

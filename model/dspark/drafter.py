@@ -1,112 +1,30 @@
-"""DSpark, the drafter for speculative decoding: a few blocks that propose several next tokens in one pass, from the
-hidden states of the backbone.
-
-The architecture follows the released inference code and the V4.1 report (arXiv 2609.19969). The anchor a is the
-position of the most recent token, so the backbone has processed positions 0..a-1. A block of B drafts starts at the
-anchor: its inputs are the anchor token and B-1 noise tokens, each copied to n residual streams. Every draft attends to
-the context keys of positions max(0, a-W)..a-1 and to all B keys of its own block, without a causal mask inside the
-block. Each stage of the drafter computes its own context keys from `main_x`, a normalised projection of the backbone's
-residual streams at the target layers. Slot i proposes the token at position a+1+i. The Markov head adds to the logits
-of a slot a bias that depends on the token before it, and the confidence head predicts whether the proposal will be
-accepted.
-
-The drafter also uses the embedding and the head of the backbone; no parameter of the backbone gets a gradient.
-
-The loss is 0.1 CE + 0.9 L1 + 1.0 BCE, as in DeepSpec (arXiv 2607.05147). The loss compares q, the drafter's
-distribution given the true previous tokens, with p, the distribution of the backbone. Slot i is weighted by exp(-i/4),
-and counts only if it and all slots before it are supervised.
-
-In shapes, T is the number of tokens without padding, N the number of drafted blocks, B the block size, W the window
-size, n the number of residual streams, d the hidden size, H the number of heads, D the head dimension, V the vocabulary
-size, r the rank of the Markov head and A the number of anchors in a row.
-"""
+"""The drafter: forward pass, greedy drafts, losses, and decoding with the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model import recomputation
-from model.backbone import Block, BlockState, DeepseekV41, Features
-from model.build import allocate_model, cast_model
+from model.backbone import DeepseekV41, Features
 from model.cache.pages import Cache
 from model.cache.step import Step
-from model.checkpoint.load import load_weights
-from model.checkpoint.names import released_tensors
-from model.checkpoint.released import read_headers
-from model.config import DraftObjective, ForwardOptions, ModelConfig, TextConfig, drafter_problems
-from model.hyper import collapse, collapse_normed, expand
-from model.init import init_weights
+from model.config import DraftObjective, ForwardOptions
+from model.dspark.layout import Anchors, DraftLayout, SplitLayout
+from model.dspark.losses import BINS, DraftDenominators, DraftLoss, DraftLosses, Terms, slots_of
+from model.dspark.stage import Stage
+from model.hyper import collapse
 from model.kernels.switch import using
 from model.layout import SequenceLayout
 from model.loss import draft_distances
-from model.moe import MoEFirstPass, Routing
-from model.norm import RMSNorm
+from model.moe import Routing
 from model.parallel.context import gather_chunks
-from model.parallel.ranks import Parallel, mark_shards
 from model.precision import for_products
 from model.rope import inverse_frequencies, rotations
-from model.sparse import chunk_elements, dense_attention, gathered_attention
-
-DECAY = 4.0  # slot i has the weight exp(-i / DECAY) in the loss
-BINS = 10  # number of bins of the predicted acceptance, to measure its calibration
-
-
-class DraftLayout(NamedTuple):
-    """Which context keys each of N blocks of B drafts attends to, and the RoPE factors of the drafts. places int64 [N,
-    W], W the window: for each block, the rows of its context keys in the key tensor that a layer of the drafter is
-    given; hidden bool [N, W]: true where there is no key (before the document or outside the window); phasors fp32
-    [N*B, rope/2, 2]: the RoPE factors of the drafts.
-
-    image: is None because routers read it and drafts are always routed as text, with the router's `bias`, even after an
-    image.
-    """
-
-    places: Tensor
-    hidden: Tensor
-    phasors: Tensor
-    image: None = None
-
-
-class Anchors(NamedTuple):
-    """The anchors of a batch. shape: the shape [A] or [B, A] of the given tensor; real int64 [N]: the indices of its
-    elements that are anchors and not padding (-1); last int64 [N]: for each anchor, the index of the token before it
-    among the layout's tokens.
-    """
-
-    shape: torch.Size
-    real: Tensor
-    last: Tensor
-
-    def flatten(self, x: Tensor) -> Tensor:
-        """[A, ...] or [B, A, ...] -> [N, ...], without the padding."""
-        return x.flatten(0, len(self.shape) - 1).index_select(0, self.real)
-
-    def unflatten(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [A, ...] or [B, A, ...], zero at the padding."""
-        if len(self.real) != self.shape.numel():
-            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
-        return x.view(*self.shape, *x.shape[1:])
-
-
-class SplitLayout(NamedTuple):
-    """A micro-batch under context parallelism: the layout of all its tokens, which the drafter reads, and that of this
-    rank's chunk, which the backbone computes.
-    """
-
-    whole: SequenceLayout
-    chunk: SequenceLayout
-
-    def to(self, device: torch.device) -> SplitLayout:
-        """The same on another device."""
-        return SplitLayout(self.whole.to(device), self.chunk.to(device))
 
 
 class Drafted(NamedTuple):
@@ -132,188 +50,6 @@ class Draft(NamedTuple):
     tokens: Tensor
     logits: Tensor
     confidence: Tensor
-
-
-class DraftLoss(NamedTuple):
-    """The training loss of a batch and its terms.
-
-    The field loss = 0.1 ce + 0.9 l1 + bce is differentiable; each term is a mean over all slots of the batch, weighted
-    by `weights`. tau: the expected number of tokens accepted per block (the backbone's token and the accepted drafts),
-    averaged over blocks with a supervised slot. The next fields are detached and have the shape of the anchors with a
-    last axis of B slots: valid (bool, whether the slot is supervised), weights, alpha (the probability of acceptance, 0
-    where not valid) and confidence (logits). expert_load int64 [stages, 2, E] counts tokens per expert.
-    """
-
-    loss: Tensor
-    ce: Tensor
-    l1: Tensor
-    bce: Tensor
-    tau: Tensor
-    valid: Tensor
-    weights: Tensor
-    alpha: Tensor
-    confidence: Tensor
-    expert_load: Tensor
-
-
-@dataclass(frozen=True)
-class DraftDenominators:
-    """Token and slot counts of a whole optimizer step (all micro-batches, all ranks), which divide the losses.
-    num_tokens: the number of non-padding tokens; valid int64 [B]: for each slot, the number of blocks in which it and
-    all slots before it are supervised.
-    """
-
-    num_tokens: Tensor
-    valid: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """The divisor of the step's losses: the sum of the weights of all slots, fp32 (1 if no slot is supervised)."""
-        total = (self.valid * slot_weights(len(self.valid), self.valid.device).double()).sum().float()
-        return total.where(total > 0, 1.0)
-
-    def to_tensor(self) -> Tensor:
-        """The counts as one tensor int64 [1 + B], for an all-reduce."""
-        return torch.cat([self.num_tokens.reshape(1), self.valid])
-
-    @classmethod
-    def from_tensor(cls, flat: Tensor) -> DraftDenominators:
-        return cls(flat[0], flat[1:])
-
-
-class DraftLosses(NamedTuple):
-    """The losses of one micro-batch. `total` is differentiable and already divided by the denominators of the whole
-    step, so the totals of all micro-batches add up to the loss of the step.
-
-    The other fields are detached sums: ce_sum, l1_sum and bce_sum, the loss terms weighted over slots; slots int64 [B],
-    the number of supervised slots at each position in a block; alpha_sum [B], the sum of their acceptance
-    probabilities; accepted_sum, the expected number of accepted tokens of all blocks, including one token of the
-    backbone per block; calibration fp64 [BINS, 3], for each bin of predicted acceptance the number of slots, the sum of
-    predictions and the sum of true acceptance probabilities; expert_load int64 [stages, 2, E].
-    """
-
-    total: Tensor
-    ce_sum: Tensor
-    l1_sum: Tensor
-    bce_sum: Tensor
-    slots: Tensor
-    alpha_sum: Tensor
-    accepted_sum: Tensor
-    calibration: Tensor
-    expert_load: Tensor
-
-
-class _Terms(NamedTuple):
-    """The loss terms as weighted sums, and the values that they are computed from: valid, weights, alpha and confidence
-    [N, B], and accepted [N].
-    """
-
-    ce_sum: Tensor
-    l1_sum: Tensor
-    bce_sum: Tensor
-    where: Anchors
-    valid: Tensor
-    weights: Tensor
-    alpha: Tensor
-    accepted: Tensor
-    confidence: Tensor
-    expert_load: Tensor
-
-
-class MarkovHead(nn.Module):
-    """The Markov head: a low-rank bias on the logits that depends on the previous token, with the weights embed [V, r]
-    and head [V, r].
-    """
-
-    def __init__(self, config: TextConfig):
-        super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.dspark_markov_rank)
-        self.head = nn.Linear(config.dspark_markov_rank, config.vocab_size, bias=False)
-
-    def bias(self, embedded: Tensor) -> Tensor:
-        """The bias fp32 [..., V] from the embedding [..., r] of the previous token."""
-        with torch.autocast(embedded.device.type, enabled=False):
-            return F.linear(embedded.float(), self.head.weight.float())
-
-
-class ConfidenceHead(nn.Module):
-    """The confidence head: predicts, as a logit, the probability that a draft is accepted."""
-
-    def __init__(self, config: TextConfig):
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.dspark_markov_rank, 1, bias=False)
-
-    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """The confidence logits fp32 [...], from hidden [..., d] before the last norm and embedded [..., r], the Markov
-        embedding of the previous token.
-        """
-        with torch.autocast(hidden.device.type, enabled=False):
-            both = torch.cat([hidden.float(), embedded.float()], dim=-1)
-            return F.linear(both, self.proj.weight.float()).squeeze(-1)
-
-
-class StageOutput(NamedTuple):
-    """The output of a stage: the state after it, its routing, and the results that a recomputation of the stage reuses
-    (None in the output of `recomputation.run`).
-    """
-
-    state: BlockState
-    routing: Routing
-    first_pass: MoEFirstPass | None
-
-
-class Stage(Block):
-    """A drafter stage: a block like those of the backbone that also attends to context keys. A stage has window
-    attention only, and its own number of experts. The first stage also holds the projection and norm that compute
-    `main_x`; the last stage holds the final norm, the Markov head and the confidence head.
-    """
-
-    def __init__(self, config: TextConfig, stage: int, parallel: Parallel):
-        stages, layers = config.num_nextn_predict_layers, config.num_hidden_layers
-        inner = replace(
-            config,
-            compress_ratios=(*config.compress_ratios[:layers], *[0] * stages),
-            n_routed_experts=config.dspark_n_routed_experts,
-            num_experts_per_tok=config.dspark_num_experts_per_tok,
-        )
-        super().__init__(inner, layers + stage, parallel)
-        if stage == 0:
-            width = len(config.dspark_target_layer_ids) * config.hidden_size
-            self.main_proj = nn.Linear(width, config.hidden_size, bias=False)
-            self.main_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if stage == stages - 1:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.markov_head = MarkovHead(config)
-            self.confidence_head = ConfidenceHead(config)
-
-    def forward(  # type: ignore[override]
-        self,
-        state: BlockState,
-        context_keys: Tensor,
-        layout: DraftLayout,
-        runtime: ForwardOptions,
-        first: MoEFirstPass | None = None,
-    ) -> StageOutput:
-        """Run the stage on the state of N*B drafts. `layout.places` indexes context_keys [M, D]. With
-        `runtime.attention="dense"`, the reference attention is used, for one block of drafts at a time. `first`: the
-        results of the first pass, given in recomputation.
-        """
-        with using(runtime.kernels):
-            streams = state.streams
-            mix = self.hc_attn(streams)
-            x = collapse_normed(streams, state.pre_mix, self.attn_norm)
-            q, _ = self.attn.queries(x, layout.phasors)
-            attend = attend_plainly if runtime.attention == "dense" else attend_in_chunks
-            keys = self.attn.window_keys(x, layout.phasors)
-            out = attend(q, keys, context_keys, layout, self.attn.attn_sink, self.attn.scale)
-            streams = expand(streams, self.attn.project(out, layout.phasors), mix.post, mix.comb)
-            pre_mix = mix.pre
-            mix = self.hc_ffn(streams)
-            y, routing = self.ffn(
-                collapse_normed(streams, pre_mix, self.ffn_norm), layout, None, first, runtime.dispatch == "fp8"
-            )
-            state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, state.shared)
-        return StageOutput(state, routing, self.ffn.first_pass(routing, y, runtime.keep_combined))
 
 
 class Drafter(nn.Module):
@@ -472,7 +208,7 @@ class Drafter(nn.Module):
 
     def _terms(
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool, batch: dict[str, Tensor]
-    ) -> _Terms:
+    ) -> Terms:
         features = self._features(input_ids, {**batch, "labels": labels})
         layout = features.layout
         where = self.locate(anchors, layout, input_ids.shape)
@@ -495,7 +231,7 @@ class Drafter(nn.Module):
         wrong = F.binary_cross_entropy_with_logits(supervised(confidence), accepted, reduction="none")
         weight = supervised(slots.weights)
         alpha = accepted.new_zeros(slots.valid.numel()).index_copy(0, rows, accepted).view_as(slots.weights)
-        return _Terms(
+        return Terms(
             ce_sum=(weight * nll).sum(),
             l1_sum=(weight * distance).sum(),
             bce_sum=(weight * wrong).sum(),
@@ -632,124 +368,3 @@ class Drafter(nn.Module):
     @property
     def _last(self) -> Stage:
         return self.mtp[-1]
-
-
-class Slots(NamedTuple):
-    """The slots of N blocks; every field is [N, B]. at int64: the index of the token before the slot, where the
-    backbone predicts the same token (the last token of the document if the slot is after its end); before int64: the id
-    of that token; target int64: the token to predict, or -100; valid bool: whether this slot and all slots before it
-    have a target; weights fp32: the weight of the slot in the loss.
-    """
-
-    before: Tensor
-    at: Tensor
-    target: Tensor
-    valid: Tensor
-    weights: Tensor
-
-
-def slots_of(where: Anchors, layout: SequenceLayout, input_ids: Tensor, labels: Tensor, block_size: int) -> Slots:
-    """The targets and weights of all slots of a batch, computed without a forward pass. labels int64 [B, S] are not
-    shifted.
-    """
-    ids, wanted = layout.flatten(input_ids), layout.flatten(labels)
-    at = where.last[:, None] + 1 + torch.arange(block_size + 1, device=ids.device)
-    document = layout.document.index_select(0, where.last)
-    end = layout.document_start.index_select(0, where.last) + layout.document_lengths.index_select(0, document) - 1
-    inside, at = at <= end[:, None], at.minimum(end[:, None])
-    target = torch.where(inside, wanted[at], -100)[:, 1:]
-    valid = (target >= 0).cumprod(1).bool()
-    return Slots(ids[at[:, :-1]], at[:, :-1], target, valid, valid * slot_weights(block_size, ids.device))
-
-
-def slot_weights(block_size: int, device: torch.device) -> Tensor:
-    """The weight of each slot of a block in the loss, fp32 [B]."""
-    return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / DECAY)
-
-
-def attend_in_chunks(
-    q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float
-) -> Tensor:
-    """Attention of drafts q [N*B, H, D] over their context keys and the keys [N*B, D] of their own block; returns [N*B,
-    H, D].
-
-    Context keys are gathered for a few blocks at a time, to bound memory, and gathered again in the backward pass.
-    """
-    blocks, window = layout.places.shape
-    size, heads, dim = len(keys) // blocks, *q.shape[1:]
-    step = max(1, chunk_elements(q.device) // (size * heads * (window + size) + (window + size) * dim))
-    q, keys = q.view(blocks, size * heads, dim), keys.view(blocks, size, dim)
-    sink, found = sink.repeat(size), []
-
-    def attend(q: Tensor, keys: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
-        near = context.index_select(0, places.flatten()).view(*places.shape, dim)
-        hidden = F.pad(hidden, (0, size))  # every draft sees all keys of its own block
-        return gathered_attention(q, torch.cat([near, keys], dim=1), hidden, sink, scale)
-
-    for at in range(0, blocks, step):
-        part = slice(at, at + step)
-        inputs = (q[part], keys[part], layout.places[part], layout.hidden[part])
-        again = torch.is_grad_enabled() and step < blocks
-        found.append(checkpoint(attend, *inputs, use_reentrant=False) if again else attend(*inputs))
-    return torch.cat(found).view(-1, heads, dim)
-
-
-def attend_plainly(q: Tensor, keys: Tensor, context: Tensor, layout: DraftLayout, sink: Tensor, scale: float) -> Tensor:
-    """The reference for `attend_in_chunks`: it calls `dense_attention` for one block at a time, passing all keys that
-    the block sees as `entries`.
-    """
-    found = []
-    for places, hidden, own_q, own in zip(
-        layout.places, layout.hidden, *(x.chunk(len(layout.places)) for x in (q, keys)), strict=True
-    ):
-        seen = torch.cat([context[places[~hidden]], own])
-        every = torch.arange(len(seen), device=q.device).expand(len(own), -1)
-        nothing = torch.full((len(own),), len(own), device=q.device)  # an empty window, which starts after the last key
-        found.append(dense_attention(own_q, own, nothing, seen, every, sink, scale)[0])
-    return torch.cat(found)
-
-
-def build_drafter(backbone: DeepseekV41, seed: int = 0) -> Drafter:
-    """Build a newly initialised drafter on the device and in the dtype of the backbone. Raises ValueError that lists
-    the missing or invalid drafter settings in the configuration.
-    """
-    drafter, text = allocate_drafter(backbone), backbone.config.text
-    if backbone.embed.weight.device.type != "meta":
-        init_weights(drafter, text.initializer_range, text.hc_mult, seed)
-    return drafter
-
-
-def allocate_drafter(backbone: DeepseekV41) -> Drafter:
-    """Build a drafter with uninitialised parameters on the device of the backbone."""
-    problems = [f"text_config.{problem}" for problem in drafter_problems(backbone.config.text)]
-    if problems:
-        raise ValueError("this configuration does not describe a drafter:\n  " + "\n  ".join(problems))
-    with torch.device("meta"):
-        drafter = Drafter(backbone)
-    drafter.frequencies = inverse_frequencies(backbone.config.text, compressed=False)
-    weight = backbone.embed.weight
-    drafter = cast_model(drafter, weight.dtype).to_empty(device=weight.device)
-    mark_shards(drafter)
-    return drafter
-
-
-def load_drafter(folder: str | Path, backbone: DeepseekV41) -> Drafter:
-    """Load the drafter of a checkpoint folder (tensors `mtp.*`, quantised, bf16 or fp32). `backbone` must have been
-    loaded from the same folder.
-
-    Raises FileNotFoundError for a missing file, ValueError for a folder without a drafter or with another backbone, and
-    ValueError that lists every tensor that is missing, unexpected or of the wrong shape or dtype.
-    """
-    folder = Path(folder)
-    config = ModelConfig.load(folder)
-    if not any(name.startswith("mtp.") for name in read_headers(folder)):
-        raise ValueError(f"{folder} contains no drafter: it has no tensor with a name mtp.*")
-    # the number of Engram rows, which an export also writes, is not compared because it follows from other keys
-    if len({replace(text, engram_num_embeddings=()) for text in (config.text, backbone.config.text)}) > 1:
-        raise ValueError(
-            f"{folder / 'config.json'}: text_config differs from that of the backbone given for the drafter"
-        )
-    drafter = allocate_drafter(backbone)
-    skeleton = allocate_model(config, None, None, "meta", torch.float32)
-    load_weights(drafter, folder, beside=list(released_tensors(skeleton)))
-    return drafter
