@@ -45,6 +45,7 @@ def load_where_it_fits(
     max_memory: Mapping[Place, int | str] | None = None,
     offload_folder: str | Path | None = None,
     runtime: ForwardOptions | None = None,
+    packed: bool = False,
 ) -> tuple[DeepseekV41, dict[str, Place]]:
     """Load a checkpoint folder, and store each part of the model in the first place that has room for the part.
 
@@ -55,6 +56,7 @@ def load_where_it_fits(
     max_memory: maximum memory to use in each place, as bytes or as text such as "10GiB". The keys are GPU numbers and
         "cpu"; the main device is the GPU with the lowest number, or the CPU if there is no GPU. None: the free memory.
     offload_folder: folder for the weights that fit neither on a GPU nor in host memory.
+    packed: keep the weights of a quantised folder packed also if the main device has room for the whole model.
 
     Raises ValueError if the main device has too little memory for the parts that it must hold, or if some weights must
     be stored on disk and offload_folder is None. Raises OSError if the disk of offload_folder is full. Also raises the
@@ -65,9 +67,11 @@ def load_where_it_fits(
     main = next(iter(budgets), "cpu")
     if isinstance(main, int) and not torch.cuda.is_available():
         raise ValueError(f'max_memory names GPU {main}, but no GPU can be used here; leave GPUs out: {{"cpu": "8GiB"}}')
-    whole = allocate_model(ModelConfig.load(folder), runtime, None, "meta", dtype)
+    config = ModelConfig.load(folder)
+    kinds = parameter_packing if packed and is_quantised(config.to_dict()) else never_packed
+    whole = allocate_model(config, runtime, None, "meta", dtype, packing_of=kinds)
     if sum(part_sizes(whole).values()) <= budgets.get(main, 0):
-        return load_pretrained(folder, dtype=dtype, device=device_of(main), runtime=runtime), {"": main}
+        return load_pretrained(folder, dtype, device_of(main), runtime, packed=packed), {"": main}
     return load_offloaded(folder, dtype, budgets, offload_folder, runtime)
 
 

@@ -47,6 +47,7 @@ from model.huggingface.folders import (
 )
 from model.huggingface.speculation import continued, hindrances
 from model.layout import SequenceLayout
+from model.packed import PackedWeight, holds_packed
 from model.training_losses import LossDenominators, count_denominators, training_losses
 
 _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
@@ -161,6 +162,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         runtime: ForwardOptions | None = None,
         training_losses: Literal["full", "lm"] = "full",
         drafter: bool = True,
+        packed: bool = True,
         **others: Any,
     ) -> DeepseekV41ForCausalLM:
         """Load a model in evaluation mode from a checkpoint folder with the file layout of the released checkpoint, or
@@ -171,9 +173,11 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         max_memory are stored on other devices, in host memory, or on disk in offload_folder until they are used
         (`model/dispatch.py`), and such a model cannot be trained. max_memory: the memory to use on each device, as
         bytes or text like "10GiB"; the keys are GPU numbers and "cpu"; None means the free memory. training_losses: see
-        `DeepseekV41ForCausalLM`. drafter: whether to load the drafter if the folder has one. config: a configuration to
-        use instead of the folder's config.json; a configuration that describes another model raises ValueError. Also
-        raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not support.
+        `DeepseekV41ForCausalLM`. drafter: whether to load the drafter if the folder has one. packed: keep the weights
+        of a quantised folder in their stored form and frozen (`model/packed.py`), so that only adapters and other
+        weights can be trained; this has no effect for a plain folder. config: a configuration to use instead of the
+        folder's config.json; a configuration that describes another model raises ValueError. Also raises the errors of
+        `model.load_pretrained`, and TypeError for an option that this model does not support.
         """
         folder = local_folder(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in IGNORED and value is not None}:
@@ -185,9 +189,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype = dtype_of(dtype if dtype is not None else torch_dtype, own)
         places: dict[str, int | str] = {}
         if device_map == "auto":
-            core, places = load_where_it_fits(folder, dtype, max_memory, offload_folder, runtime)
+            core, places = load_where_it_fits(folder, dtype, max_memory, offload_folder, runtime, packed)
         else:
-            core = load_pretrained(folder, dtype=dtype, device=device_of(device_map), runtime=runtime)
+            core = load_pretrained(folder, dtype=dtype, device=device_of(device_map), runtime=runtime, packed=packed)
         config.dtype, config._name_or_path = dtype, str(pretrained_model_name_or_path)
         drafts = drafter and any(name.startswith("mtp.") for name in read_headers(folder))
         model = cls(config, core, drafter=load_drafter(folder, core) if drafts else None)
@@ -313,6 +317,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             return False
         if hasattr(self, "hf_device_map"):
             raise ValueError("offloaded weights cannot be trained; load the model without device_map='auto'")
+        if holds_packed(self.model) and _trains_all_it_can(self.model):
+            raise ValueError(
+                "the quantised weights of this checkpoint are kept packed and are not trained. Train an adapter of "
+                "peft, set requires_grad of the parameters that shall be trained, or load the weights unpacked: "
+                "from_pretrained(..., packed=False)"
+            )
         if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
             raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
         if self.training_losses == "lm":
@@ -603,3 +613,9 @@ def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_after_any_step)
+
+
+def _trains_all_it_can(model: DeepseekV41) -> bool:
+    """Whether all weights that can be trained beside packed weights are trained, so nobody has chosen some of them."""
+    named = [(name, p) for name, p in model.named_parameters() if not isinstance(p, PackedWeight)]
+    return all(parameter.requires_grad for _, parameter in named) and not any(".lora_" in name for name, _ in named)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import model.huggingface  # noqa: F401  registers the class
 from model import save_pretrained
 from model.packed import PackedWeight, holds_packed
 from tests.train.tasks.test_sft import write_chats
 from train.build import build
 from train.config.parse import parse
 from train.config.schema import Config
+from train.lora import inject
+from train.lora.peft_format import read_changes
 from train.tasks import pretrain
 
 
@@ -69,6 +74,63 @@ def test_only_what_is_frozen_and_stored_so_stays_packed(make, make_config) -> No
     whole = build(make("runtime.frozen=values"))
     assert not holds_packed(whole.model) and run.memory()["weights"] < 0.6 * whole.memory()["weights"]
     assert not holds_packed(build(make("lora.targets=[]")).model), "full fine-tuning trains values"
+
+
+@pytest.fixture
+def adapter(make, tmp_path: Path) -> Path:
+    """Our adapter on linear layers (target_modules of peft) and on experts and wo_a (target_parameters)."""
+    run = build(make("lora.targets=[attention,shared_experts,experts]", "runtime.frozen=values"))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in inject.trained_parameters(run.model).values():
+        parameter.data.normal_(std=0.1, generator=draw)
+    inject.save_adapter(run.model, tmp_path / "peft", "base", biases=False)
+    return tmp_path / "peft"
+
+
+def test_peft_loads_and_trains_our_adapter_on_packed_weights(quantised: Path, adapter: Path, tmp_path: Path) -> None:
+    """On the transformers class: losses, gradients and the trained adapter are those on the unpacked weights."""
+    ids = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = []
+    for packed in (True, False):
+        language_model = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32, packed=packed)
+        assert holds_packed(language_model) == packed
+        tuned = peft.PeftModel.from_pretrained(language_model, str(adapter), is_trainable=True).train()
+        assert holds_packed(tuned) == packed
+        trained = {name: p for name, p in tuned.named_parameters() if p.requires_grad}
+        wrapped = {name.split(".lora_")[0] for name in trained}
+        assert any("experts.base_layer" in name for name in wrapped) and any(".wq_a" in name for name in wrapped)
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        losses = []
+        for _ in range(2):
+            loss = tuned(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, gradients, {name: parameter.detach() for name, parameter in trained.items()}))
+        if packed:
+            for merge in (tuned.merge_and_unload, tuned.merge_adapter):
+                with pytest.raises(RuntimeError, match="python -m train task=convert src=BASE adapter=ADAPTER"):
+                    merge()
+            tuned.save_pretrained(tmp_path / "trained")
+            assert read_changes(tmp_path / "trained", language_model.model.config.text.n_routed_experts)
+    (losses, gradients, after), (theirs, their_gradients, their_after) = found
+    assert losses == theirs and losses[1] != losses[0] and gradients.keys() == their_gradients.keys()
+    for name in gradients:
+        assert torch.equal(gradients[name], their_gradients[name]) and torch.equal(after[name], their_after[name]), name
+    assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if ".experts." not in name)
+
+
+def test_packed_weights_are_not_trained_by_mistake(quantised: Path) -> None:
+    language_model = AutoModelForCausalLM.from_pretrained(quantised).train()
+    ids = torch.arange(5, 15)[None]
+    with pytest.raises(ValueError, match=r"are kept packed and are not trained.*from_pretrained\(..., packed=False\)"):
+        language_model(input_ids=ids, labels=ids)
+    language_model.requires_grad_(False)
+    language_model.model.head.weight.requires_grad_(True)
+    language_model(input_ids=ids, labels=ids).loss.backward()
+    assert language_model.model.head.weight.grad.abs().max() > 0
 
 
 @pytest.mark.slow
