@@ -24,8 +24,8 @@ class SourceKind:
         suffixes: the suffixes of the files that are read in a folder.
         streams: whether the source can be tokenised during training (`data.streaming`).
         images: whether the documents always have images, in which case the model needs a vision tower.
-        conversations: whether the documents are conversations, which mark the supervised parts. They may contain images
-            if the model has a vision tower.
+        conversations: whether the documents are conversations, which mark the supervised parts. Conversations may
+            contain images if the model has a vision tower.
         pairs: whether a document holds two answers to one prompt, the preferred one first (`data/chat/source.py`).
         tokenizer_source: the kind of source on which the tokenizer is trained, for a source that has too little text
             itself.

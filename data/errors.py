@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """The error for input data that cannot become a document. Its message is one line with file, line and reason.
+    """The error for input data that cannot become a document. The message is one line with file, line and reason.
 
     Attributes:
         file: the path of the file, or the name of the data set.

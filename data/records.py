@@ -51,8 +51,8 @@ class Item:
 def read_records(
     path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share = WHOLE
 ) -> Iterator[Item]:
-    """Yield the records of a file, or of a share of it, from the place `start` on; () is the beginning. For a record
-    that cannot be read, the `Item` holds the error.
+    """Yield the records of a file, or of a share of it, from the place `start` on; the place () is the beginning of the
+    file. For a record that cannot be read, the `Item` holds the error.
 
     A share of lines that are not compressed is a range of bytes, and a share of a table or of a JSON list is a range of
     records; only this range is read. Of compressed lines, a share has every n-th line, and all lines are decompressed.

@@ -57,7 +57,7 @@ class _Files:
         return other
 
     def _dealt(self) -> dict[int, Share]:
-        """The number of each file to read, and which part of it."""
+        """Map the number of each file that this process reads to the part of the file that it reads."""
         if self.own == WHOLE:
             return dict.fromkeys(range(len(self.files)), WHOLE)
         sizes = [file.path.stat().st_size if file.path.is_file() else 0 for file in self.files]

@@ -41,8 +41,8 @@ from model.sparse import dense_attention, dense_attention_mass, gathered_attenti
 
 @dataclass(frozen=True)
 class CrossLayerState:
-    """The attention state that layers share. A layer that computes a part of it returns a new state; none is changed in
-    place.
+    """The attention state that layers share. A layer that computes a part of the shared state returns a new state
+    object; no state object is changed in place.
 
     Fields: compressed_kv [N, D], the main KV after rotation and quantisation; index_keys [N, Di], the indexer keys;
     topk_indices int32 [T, K], the slots of the selected entries (-1: none); candidates int32 [T, M], the blocks that
@@ -106,7 +106,7 @@ class Compressor(nn.Module):
 
 
 class GroupedLinear(nn.Module, Rounds):
-    """A block-diagonal linear layer without bias. Its weight [groups * out, in] has one [out, in] block for each
+    """A block-diagonal linear layer without bias. The weight [groups * out, in] has one [out, in] block for each
     group.
     """
 

@@ -49,7 +49,7 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
     def query(self, x: Tensor, q_lat: Tensor, layout: SequenceLayout) -> IndexQuery:
-        """Compute the query from x [T, d] and q_lat [T, q_lora]. Both inputs are detached, so that the language-model
+        """Compute the query from x [T, d] and q_lat [T, q_lora]. x and q_lat are detached, so that the language-model
         loss does not train the indexer.
         """
         q = self.wq_b(q_lat.detach()).unflatten(-1, (self.heads, self.dim))

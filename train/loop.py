@@ -121,8 +121,8 @@ def over_batches(
     takes a step on them.
 
     Args:
-        step: takes the step and returns its record. Its arguments are the micro-batches, the seconds spent reading
-            them, and the time at which reading began.
+        step: ``step(micro_batches, seconds, began)`` takes the step and returns its record; `seconds` is the time spent
+            reading the micro-batches, and `began` the time at which reading began.
         prepare: applied to every micro-batch as it is read; its time counts as reading.
     """
     batches = iter(run.train_batches)
@@ -149,8 +149,8 @@ def repeat(
     """Take steps until ``task.tokens`` tokens are trained, evaluating and saving along the way. Every task uses it.
 
     Args:
-        step: takes a step, advances ``state`` and returns the step's record. Its argument is a function that says
-            whether the run was asked to stop. When that is so on any rank, ``step`` may return None on all ranks.
+        step: ``step(stopped)`` takes a step, advances ``state`` and returns the step's record. ``stopped()`` says
+            whether the run was asked to stop; if any rank was, ``step`` may return None on all ranks.
         evaluate: returns the record of an evaluation, or None on all ranks if the run was asked to stop. An interrupted
             evaluation is repeated when the run continues.
         save: writes the run state.

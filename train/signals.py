@@ -20,7 +20,8 @@ def stop_signals() -> Iterator[list[str]]:
 
     A second Ctrl-C ends the program at once. Repeated SIGUSR1 and SIGTERM are only recorded, because Slurm sends them
     more than once: to processes that the job script has already signalled, and to processes that end later than the
-    first one. They must not interrupt the save that the first signal started, nor the exit after ``Interrupted``.
+    first one. Repeated signals must not interrupt the save that the first signal started, nor the exit after
+    ``Interrupted``.
     """
     received: list[str] = []
     before: dict[int, Any] = {}

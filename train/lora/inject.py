@@ -6,8 +6,8 @@ directly) and the stacked routed experts.
 
 With LoRA a weight W [out, in] is replaced by W + alpha / rank * B A. A [rank, in] is initialised at random and B
 [out, rank] with zeros. For an embedding [rows, dim], B [dim, rank] is initialised at random and A [rank, rows] with
-zeros. Each expert has its own A and B. They are stacked along the first dimension and split over ranks like the
-experts; the sum W + B A is never computed for experts during training.
+zeros. Each expert has its own A and B. The A and B of all experts are stacked along the first dimension and split
+over ranks like the experts; the sum W + B A is never computed for experts during training.
 
 Adapters are saved in `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` adds one to a plain model.
 """

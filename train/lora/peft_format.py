@@ -1,6 +1,6 @@
 """Reads a LoRA adapter in `peft`'s format as changes to weights, which can be applied to a few rows at a time.
 
-So an adapter can be merged into a checkpoint on disk without building the model.
+With it, an adapter is merged into a checkpoint on disk without building the model.
 """
 
 from __future__ import annotations

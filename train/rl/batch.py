@@ -103,8 +103,8 @@ def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
 
 
 def empty_batch(shape: Shape) -> Batch:
-    """Return a batch of two padding tokens without targets. A process that has fewer batches than other processes adds
-    such batches.
+    """Return a batch of two padding tokens without targets. A process that has fewer batches than the others adds
+    batches of this kind, because all processes must take the same number of passes.
     """
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 
