@@ -27,7 +27,7 @@ from data.loader import MixedValidation, TrainLoader, ValidationLoader
 from data.open import open_sources
 from data.rows import MixedRows, RowReader
 from data.tokenizer import SpecialIds, cached_tokenizer, identity, read_tokenizer, special_ids
-from data.tokens import Encoder, TokenStore, tokenised
+from data.tokens import Encoder, TokenStore, file_sizes, tokenised
 from data.windows import PackingWindow, Stats, StoredWindows, StreamedWindows, whole_split
 
 
@@ -49,7 +49,9 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
         sources.append(open_sources(text)[0])
     texts = _in_turn(source.read(BadRecordPolicy(cfg.on_error)) for source in sources)
     texts_id = " ".join(source.identity(content=not cfg.streaming) for source in sources)
-    return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path)
+    known = [sum(file_sizes(source).values()) for source in sources]
+    size = {"num_bytes": sum(known)} if all(known) else {}
+    return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path, **size)
 
 
 def _in_turn(readings: Iterable[Reading]) -> Iterator[str]:

@@ -17,8 +17,9 @@ from data.document import Control, Picture
 from data.errors import BadRecordPolicy, DataError
 from data.open import open_sources
 from data.packing import pack_rows
+from data.progress import progress
 from data.tokenizer import ASSISTANT, USER, special_ids
-from data.tokens import Encoded, Encoder
+from data.tokens import Encoded, Encoder, documents_of
 
 EXAMPLES = 3  # number of bad records that are listed for each reason, and of samples
 
@@ -98,23 +99,24 @@ def check_data(
 def _read(source: Any, encoder: Encoder) -> SplitReport:
     report, policy, lengths = SplitReport(), _Collect(), []
     turns: dict[tuple[str, int], int] = {}
-    documents = (document for document, _ in source.read(policy))
-    for encoded in encoder.encode_all(documents, policy):
-        document = encoded.document
-        said = [p for p in document.parts if isinstance(p, Control) and p.spelling in (USER, ASSISTANT)]
-        place = document.file, document.line
-        turns[place] = max(turns.get(place, 0), len(said))
-        lengths.append(len(encoded.ids))
-        report.supervised += int(_mask(encoded, encoder).sum())
-        report.bytes += encoded.num_bytes
-        report.images += sum(isinstance(part, Picture) for part in document.parts)
-        if len(report.samples) < EXAMPLES:
-            report.samples.append(_runs(encoded, encoder))
+    with documents_of(source, policy) as documents:
+        for encoded in encoder.encode_all(documents, policy):
+            document = encoded.document
+            said = [p for p in document.parts if isinstance(p, Control) and p.spelling in (USER, ASSISTANT)]
+            place = document.file, document.line
+            turns[place] = max(turns.get(place, 0), len(said))
+            lengths.append(len(encoded.ids))
+            report.supervised += int(_mask(encoded, encoder).sum())
+            report.bytes += encoded.num_bytes
+            report.images += sum(isinstance(part, Picture) for part in document.parts)
+            if len(report.samples) < EXAMPLES:
+                report.samples.append(_runs(encoded, encoder))
     report.lengths = np.array(lengths, np.int64)
     report.records, report.documents, report.turns = len(turns), len(lengths), sum(turns.values())
     report.tokens = int(report.lengths.sum())
     if lengths:
-        rows = pack_rows(report.lengths, encoder.seq_len)
+        with progress("packing", len(lengths)) as advance:
+            rows = pack_rows(report.lengths, encoder.seq_len, advance)
         report.rows = len(rows)
         report.padding = 1 - report.tokens / (report.rows * encoder.seq_len)
     report.refusals = {reason: (number, policy.examples[reason]) for reason, number in policy.skipped.most_common()}

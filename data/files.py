@@ -16,13 +16,14 @@ import sysconfig
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.document import WHOLE, Share
 from data.errors import BadRecordPolicy, DataError
+from data.progress import Advance
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     return sorted(found.values())
 
 
+def total_bytes(files: Iterable[File]) -> int:
+    """The sizes of all files together; files that are missing count nothing."""
+    return sum(file.path.stat().st_size for file in files if file.path.is_file())
+
+
 def suffix_of(path: Path) -> str:
     """The lower-case suffix of a file name, ignoring compression suffixes such as .gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -139,26 +145,31 @@ def _not_in_corpus(name: str) -> bool:
     return name in STDLIB_EXCLUDED or name.startswith(STDLIB_EXCLUDED_PREFIXES)
 
 
-def content_hash(path: Path) -> bytes:
+def content_hash(path: Path, advance: Advance = lambda amount: None) -> bytes:
     """The BLAKE2b hash of a file's content. Each process reads a file only once as long as its size and modification
-    time do not change.
+    time do not change. advance: is called with the number of bytes of each part that has been read.
 
     Raises OSError if the file cannot be read.
     """
     status = path.stat()
     if time.time_ns() - status.st_mtime_ns < JUST_WRITTEN_NS:
-        return _read_hash(path)
-    return _known_hash(path, status.st_size, status.st_mtime_ns)
+        return _read_hash(path, advance)
+    version = path, status.st_size, status.st_mtime_ns
+    if version not in _hashes:
+        _hashes[version] = _read_hash(path, advance)
+    return _hashes[version]
 
 
-@functools.cache
-def _known_hash(path: Path, size: int, mtime_ns: int) -> bytes:
-    return _read_hash(path)
+_hashes: dict[tuple[Path, int, int], bytes] = {}  # the hash of each version of a file that this process has read
 
 
-def _read_hash(path: Path) -> bytes:
+def _read_hash(path: Path, advance: Advance) -> bytes:
+    digest = hashlib.blake2b()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").digest()
+        while part := file.read(2**20):
+            digest.update(part)
+            advance(len(part))
+    return digest.digest()
 
 
 def deal_files(sizes: list[int], share: Share, divisible: bool) -> dict[int, Share]:

@@ -16,6 +16,7 @@ import torch
 
 from data.collate import Batch, Collator
 from data.lanes import LaneRows, merged
+from data.progress import progress
 from data.rows import MixedRows, MixedStats, RowReader
 from data.tokenizer import SpecialIds
 from data.windows import PackingWindow, Stats, random_stream
@@ -184,12 +185,15 @@ def _targets(window: PackingWindow, special: SpecialIds) -> tuple[int, int]:
     store, rows = window.store, window.rows
     tokens = num_bytes = 0
     assert store.byte_counts is not None, "a validation store counts bytes"
-    for document, start, length in zip(rows.document, rows.start, rows.length, strict=True):
-        first = int(store.offsets[document] + start)
-        span = slice(first + 1, first + int(length))
-        supervised = np.ones(int(length) - 1, np.bool_) if store.loss_mask is None else np.array(store.loss_mask[span])
-        if document in store.pictures:
-            supervised &= store.tokens[span] != special.image
-        tokens += int(supervised.sum())
-        num_bytes += int(store.byte_counts[span][supervised].sum(dtype=np.int64))
+    with progress("counting held-out tokens", len(rows.document), shared=True) as advance:
+        for document, start, length in zip(rows.document, rows.start, rows.length, strict=True):
+            first = int(store.offsets[document] + start)
+            span = slice(first + 1, first + int(length))
+            mask = store.loss_mask
+            supervised = np.ones(int(length) - 1, np.bool_) if mask is None else np.array(mask[span])
+            if document in store.pictures:
+                supervised &= store.tokens[span] != special.image
+            tokens += int(supervised.sum())
+            num_bytes += int(store.byte_counts[span][supervised].sum(dtype=np.int64))
+            advance(1)
     return tokens, num_bytes

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.progress import Advance
+
+ADVANCE_EVERY = 1024  # documents between two calls of `advance`
 MIN_PIECE = 16  # smaller gaps stay padding, because every cut loses one target and a shorter piece trains little
 
 
@@ -46,14 +49,15 @@ class PackedRows:
         return PackedRows(self.document[pieces], self.start[pieces], self.length[pieces], offsets)
 
 
-def pack_rows(lengths: np.ndarray, seq_len: int) -> PackedRows:
-    """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens.
+def pack_rows(lengths: np.ndarray, seq_len: int, advance: Advance = lambda amount: None) -> PackedRows:
+    """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens. advance: is
+    called with numbers of documents that have been packed.
 
     The result is deterministic; the docstring of this file gives the rules. The time is nearly linear in the number of
     documents and rows.
     """
     full_rows, remainders = np.divmod(lengths, seq_len)
-    bins = _best_fit_decreasing(remainders, full_rows * seq_len, seq_len)
+    bins = _best_fit_decreasing(remainders, full_rows * seq_len, seq_len, advance)
     full = [(doc, row * seq_len) for doc in np.flatnonzero(full_rows).tolist() for row in range(int(full_rows[doc]))]
     cut = (
         lengths > seq_len
@@ -74,14 +78,16 @@ class _Bin:
     free: int
 
 
-def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int) -> list[_Bin]:
+def _best_fit_decreasing(sizes: np.ndarray, starts: np.ndarray, seq_len: int, advance: Advance) -> list[_Bin]:
     """Pack items into rows, longest item first, each into the fullest row that has room for it. Item i consists of the
     `sizes[i]` tokens of document i that begin at token `starts[i]`.
     """
     bins: list[_Bin] = []
     by_free: list[list[_Bin]] = [[] for _ in range(seq_len + 1)]
     occupied = np.zeros(seq_len + 1, dtype=bool)  # occupied[f]: some row has exactly f free tokens
-    for item in np.argsort(-sizes, kind="stable").tolist():
+    for number, item in enumerate(np.argsort(-sizes, kind="stable").tolist(), 1):
+        if not number % ADVANCE_EVERY:
+            advance(ADVANCE_EVERY)
         size = int(sizes[item])
         if not size:
             break

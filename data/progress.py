@@ -15,14 +15,19 @@ Advance = Callable[[float], None]
 
 
 @contextmanager
-def progress(what: str, total: float, say: Callable[[str], None] | None = None) -> Iterator[Advance]:
+def progress(
+    what: str, total: float, say: Callable[[str], None] | None = None, shared: bool = False
+) -> Iterator[Advance]:
     """A context manager that shows the progress of the work in its body. The context manager yields a function that the
     body calls with each amount of work done.
 
     what: the name of the work, such as "tokenising". total: the sum of all amounts of work, in any unit. say: a
     function that receives the progress lines, for work with its own log; if None, progress is shown on standard error,
-    as a bar on a terminal and otherwise as lines.
+    as a bar on a terminal and otherwise as lines. shared: whether all processes of a run do this work at the same time;
+    then only the first process shows the progress.
     """
+    if shared and not _is_first():
+        say = _ignore
     shown = _Bar(what, total) if say is None and sys.stderr.isatty() else _Lines(what, total, say or _to_stderr)
     try:
         yield shown.advance
@@ -85,6 +90,17 @@ def duration(seconds: float) -> str:
     """Returns a duration as text with hours, minutes and seconds, such as `0:00:05`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _is_first() -> bool:
+    """Returns whether this process is the first one of its run. Without `torch.distributed` it is the only one."""
+    distributed: Any = sys.modules.get("torch.distributed")  # this module does not load torch
+    connected = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return not connected or distributed.get_rank() == 0
+
+
+def _ignore(line: str) -> None:
+    """Shows nothing."""
 
 
 def _to_stderr(line: str) -> None:

@@ -30,7 +30,8 @@ from data.document import (
     value_of,
 )
 from data.errors import BadRecordPolicy, DataError
-from data.files import UNPACKING_ERRORS, File, content_hash, deal_files, decode, open_unpacked
+from data.files import UNPACKING_ERRORS, File, content_hash, deal_files, decode, open_unpacked, total_bytes
+from data.progress import progress
 from data.records import Item, name_of, read_records, without_nulls
 
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
@@ -68,12 +69,14 @@ class _Files:
         With `content=False`, the size of a file replaces its content.
         """
         digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
-        for file in self.files:
-            digest.update(file.name.encode() + b"\0")
-            try:
-                digest.update(content_hash(file.path) if content else file.path.stat().st_size.to_bytes(8, "big"))
-            except OSError as error:
-                digest.update(str(error.errno).encode())  # `read` then reports the error to the policy
+        with progress("reading the data files", total_bytes(self.files), shared=True) as advance:
+            for file in self.files:
+                digest.update(file.name.encode() + b"\0")
+                try:
+                    size = file.path.stat().st_size
+                    digest.update(content_hash(file.path, advance) if content else size.to_bytes(8, "big"))
+                except OSError as error:
+                    digest.update(str(error.errno).encode())  # `read` then reports the error to the policy
         return digest.hexdigest()
 
 

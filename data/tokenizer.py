@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from data.cache import atomic_file, locked
 from data.errors import DataError
+from data.progress import Advance, progress
 
 log = logging.getLogger(__name__)
 
@@ -109,32 +110,38 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def cached_tokenizer(texts: Iterator[str], texts_id: str, vocab_size: int, on_error: str, folder: Path) -> Tokenizer:
+def cached_tokenizer(
+    texts: Iterator[str], texts_id: str, vocab_size: int, on_error: str, folder: Path, num_bytes: int = TRAINING_BYTES
+) -> Tokenizer:
     """Train a tokenizer, or load it from `folder` if it has been trained before. `guard` has been applied to the
     result.
 
     texts: are read only if the tokenizer must be trained, and only their first TRAINING_BYTES bytes. texts_id,
-    on_error: identify the texts, so both are part of the name of the cached file.
+    on_error: identify the texts, so both are part of the name of the cached file. num_bytes: the size of the texts, for
+    the progress that is shown while they are read.
     """
     key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
     path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
     with locked(path):
         if not path.exists():
             log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
-            tokenizer = train_tokenizer(_head(texts), vocab_size)
+            with progress("reading text for the tokenizer", min(num_bytes, TRAINING_BYTES)) as advance:
+                tokenizer = train_tokenizer(_head(texts, advance), vocab_size)
             with atomic_file(path) as temporary:
                 tokenizer.save(str(temporary))
     return guard(Tokenizer.from_file(str(path)), str(path))
 
 
-def _head(texts: Iterator[str]) -> Iterator[str]:
+def _head(texts: Iterator[str], advance: Advance) -> Iterator[str]:
     """The first texts, until they have at least TRAINING_BYTES bytes in total."""
     total = 0
     for text in texts:
         if total >= TRAINING_BYTES:
             return
-        total += len(text.encode())
+        size = len(text.encode())
+        total += size
         yield text
+        advance(size)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -276,7 +276,7 @@ def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, f
     if encoder.vision is None:
         return _cached(source, source_id, encoder, on_error, folder)
     policy = BadRecordPolicy(on_error)  # the cache cannot hold images
-    with _documents(source, policy) as documents:
+    with documents_of(source, policy) as documents:
         return collect(encoder.encode_all(documents, policy), policy)
 
 
@@ -310,7 +310,7 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
 def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Path) -> None:
     lengths, num_bytes = [], 0
     with ExitStack() as files:
-        documents = files.enter_context(_documents(source, policy))
+        documents = files.enter_context(documents_of(source, policy))
         tokens, byte_counts, loss_mask = (
             files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "loss_mask")
         )
@@ -329,17 +329,38 @@ def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Pa
 
 
 @contextmanager
-def _documents(source: Source, policy: BadRecordPolicy) -> Iterator[Iterator[Document]]:
-    """The documents of a source. While they are read, the progress is shown, if the source reads files."""
-    documents, sizes = (document for document, _ in source.read(policy)), _file_sizes(source)
-    with progress("tokenising", sum(sizes.values())) as advance:
-        yield _shown(documents, sizes, advance) if sizes else documents
+def documents_of(source: Source, policy: BadRecordPolicy) -> Iterator[Iterator[Document]]:
+    """The documents of a source. While they are read and tokenised, the progress is shown, if the source consists of
+    files or of a known number of records.
+    """
+    documents, sizes = (document for document, _ in source.read(policy)), file_sizes(source)
+    records = 0 if sizes else _records(source)
+    with progress("tokenising", sum(sizes.values()) or records) as advance:
+        if sizes:
+            yield _shown(documents, sizes, advance)
+        else:
+            yield _shown_by_record(documents, advance) if records else documents
 
 
-def _file_sizes(source: Source) -> dict[str, int]:
+def file_sizes(source: Source) -> dict[str, int]:
     """The bytes of each file of a source, by the name that its documents have; nothing if it does not read files."""
     files = getattr(getattr(source, "source", source), "files", ())
     return {str(file.path): file.path.stat().st_size for file in files if file.path.is_file()}
+
+
+def _records(source: Source) -> int:
+    """The number of records of a data set; 0 if the source is none, or is streamed."""
+    dataset: Any = getattr(getattr(source, "source", source), "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else 0
+
+
+def _shown_by_record(documents: Iterable[Document], advance: Advance) -> Iterator[Document]:
+    """The same documents of a data set; each advances the progress to the number of its record."""
+    reached = 0
+    for document in documents:
+        advance(document.line - reached)
+        reached = document.line
+        yield document
 
 
 def _shown(documents: Iterable[Document], sizes: dict[str, int], advance: Advance) -> Iterator[Document]:

@@ -17,6 +17,7 @@ import numpy as np
 from data.document import WHOLE, Position, Reading, Share, Source
 from data.errors import BadRecordPolicy
 from data.packing import PackedRows, pack_rows
+from data.progress import progress
 from data.tokens import Encoded, Encoder, TokenStore, collect
 
 # The number of documents of a stream that are tokenised at once. A window can be up to READ_AHEAD - 1 documents longer
@@ -202,8 +203,9 @@ class StreamedWindows:
 
 
 def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
-    """All documents of a token store as one packing window, not shuffled."""
-    return PackingWindow(store, pack_rows(store.lengths, seq_len), None)
+    """All documents of a token store as one packing window, not shuffled. A long packing shows its progress."""
+    with progress("packing the held-out data", len(store), shared=True) as advance:
+        return PackingWindow(store, pack_rows(store.lengths, seq_len, advance), None)
 
 
 def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int, share: Share) -> PackedRows:

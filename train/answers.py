@@ -22,13 +22,13 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from data import DataConfig, DataError, special_ids
 from data.build import image_sizes
 from data.cache import atomic_file, locked
 from data.open import open_sources
+from data.progress import progress
 from data.tokenizer import identity
 from data.tokens import Encoder, TokenStore, tokenised
 from model import DeepseekV41, Drafter, Generator, Request, Sample
@@ -173,10 +173,9 @@ def _write(
             return
         file.write(json.dumps({"number": talk.number, "input_ids": talk.ids, "loss_mask": talk.mask}) + "\n")
         file.flush()
-        progress.advance(bar)
+        advance(1)
 
-    with Progress(transient=True, disable=not config.logger.progress) as progress:
-        bar = progress.add_task("own answers", total=len(conversations))
+    with progress("own answers", len(conversations), shared=True) as advance:
         while waiting or running:
             while waiting and generator.in_flight < settings.answer_batch:
                 ask(waiting.popleft())

@@ -53,7 +53,7 @@ def test_tokenizer_training_and_validation_read_a_file_for_its_hash_once(tmp_pat
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     os.utime(path, (10**9, 10**9))
     reads = []
-    monkeypatch.setattr("data.files._read_hash", lambda path: reads.append(path) or b"hash")
+    monkeypatch.setattr("data.files._read_hash", lambda path, advance: reads.append(path) or b"hash")
     cfg = DataConfig("jsonl", [str(path)], cache_dir=str(tmp_path / "cache"), vocab_size=512, validation_share=0.3)
     build_loaders(cfg, load_tokenizer(cfg), seq_len=64, batch_size=2)
     assert reads == [path]

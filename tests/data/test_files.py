@@ -25,7 +25,12 @@ def test_a_path_that_gives_no_file_is_named(tmp_path, name):
 
 def test_the_content_of_a_file_that_stays_as_it_is_is_read_once(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr("data.files._read_hash", lambda path: reads.append(path.read_text()) or path.read_bytes())
+
+    def read(path, advance):
+        reads.append(path.read_text())
+        return path.read_bytes()
+
+    monkeypatch.setattr("data.files._read_hash", read)
     path = tmp_path / "a.txt"
     path.write_text("one")
     for _ in range(2):

@@ -2,15 +2,18 @@
 
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 import torch
 
 import data.progress
 import data.tokens
 from data.errors import BadRecordPolicy
-from data.files import find_files
+from data.files import content_hash, find_files, total_bytes
+from data.packing import pack_rows
 from data.progress import duration, progress
-from data.sources import JsonLines
+from data.sources import HashSplit, HubDataset, JsonLines
 from model import convert_checkpoint, load_weights, save_pretrained
 from tests.model.tiny import tiny_model
 
@@ -46,7 +49,7 @@ def test_tokenising_counts_the_bytes_of_its_files(tmp_path: Path, monkeypatch) -
         lines = (f'{{"text": "number {n} of {count}"}}\n' for n in range(count))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     source = JsonLines(find_files([str(tmp_path)], (".jsonl",)), "text")
-    sizes = data.tokens._file_sizes(source)
+    sizes = data.tokens.file_sizes(source)
     assert sum(sizes.values()) == sum(path.stat().st_size for path in tmp_path.iterdir())
     amounts: list[float] = []
     policy = BadRecordPolicy("stop")
@@ -67,3 +70,40 @@ def test_loading_and_converting_count_every_value(tmp_path: Path) -> None:
         load_weights(model, tmp_path / format, done=shares.append)
         assert sum(shares) == pytest.approx(1.0) and len(shares) > 50
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_only_the_first_process_shows_work_that_all_do(clock, monkeypatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        for shared in (False, True):
+            with progress(f"rank {rank} {shared}", 100, lines.append, shared=shared) as advance:
+                clock[0] += 20.0
+                advance(20)
+    assert [line.partition(":")[0] for line in lines] == ["rank 0 False", "rank 0 True", "rank 1 False"]
+
+
+def test_packing_counts_nearly_all_documents() -> None:
+    amounts: list[float] = []
+    pack_rows(np.full(5000, 7), 64, amounts.append)
+    assert sum(amounts) == 4096 and len(amounts) == 4
+
+
+def test_hashing_counts_every_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * (2**20 + 5))
+    amounts: list[float] = []
+    for file in find_files([str(tmp_path)], (".txt",)):
+        content_hash(file.path, amounts.append)
+        assert total_bytes([file]) == sum(amounts) == 2**20 + 5
+    assert len(amounts) == 2
+
+
+def test_a_data_set_counts_its_records() -> None:
+    dataset = datasets.Dataset.from_list([{"text": f"{n}"} for n in range(5)])
+    amounts: list[float] = []
+    source = HashSplit(HubDataset(dataset, "toy", "text", streaming=False), 0.0, held_out=False)
+    assert data.tokens._records(source) == 5
+    read = (document for document, _ in source.read(BadRecordPolicy("stop")))
+    assert [d.text for d in data.tokens._shown_by_record(read, amounts.append)] == ["0", "1", "2", "3", "4"]
+    assert sum(amounts) == 5

@@ -10,6 +10,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -217,6 +218,11 @@ def configure(case: str, size: int, parts: int, corpus: Path, dense: int = 1, co
     settings = [*TINY, *data, *layout, f"task.global_batch_rows={ROWS}", f"task.micro_batch={ROWS // cut}", *own]
     if case == "lora":
         settings = [f"init_from={corpus}/base", *(text for text in settings if text != "optim=report")]
+    return parsed(settings)
+
+
+def parsed(settings: list[str]) -> Any:
+    """The checked configuration of a command with these settings."""
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return parse(compose("train", overrides=open_overrides(settings)))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from data.progress import progress
@@ -81,8 +80,7 @@ def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
         run_state.load_model(folder, model)
         return folder
     try:
-        silent = dist.is_initialized() and dist.get_rank() > 0
-        with progress("loading weights", 1.0, (lambda line: None) if silent else None) as done:
+        with progress("loading weights", 1.0, shared=True) as done:
             load_weights(model, folder, done=done)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None

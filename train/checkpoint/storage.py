@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import warnings
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from data.progress import progress
 from model.checkpoint.released import SPELLED, Header, Shards, Stored, file_headers, row_blocks, write_files
 from model.parallel.ranks import RankGroup
 from train.errors import InputError
@@ -153,8 +155,9 @@ def load(folder: Path, tensors: Mapping[str, ShardedTensor], index: Index) -> No
     Raises:
         CheckpointError: a file of the checkpoint is damaged or missing; the message names the file.
     """
-    with _failures():
-        dcp.load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), process_group=group())
+    with _failures(), progress("loading the saved state", 1.0, shared=True) as done:
+        reader = _Reader(folder, index, done)
+        dcp.load(dict(tensors), storage_reader=reader, planner=_LoadPlanner(), process_group=group())
 
 
 def read_index(folder: Path) -> Index:
@@ -399,8 +402,10 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    def __init__(self, folder: Path, index: Index):
-        self.folder, self.index = folder, index
+    """Reads the wanted rows of a checkpoint. done: is called with the share of the wanted values that has been read."""
+
+    def __init__(self, folder: Path, index: Index, done: Callable[[float], None]):
+        self.folder, self.index, self.done = folder, index, done
         self._headers: dict[str, dict[str, Header]] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -435,6 +440,7 @@ class _Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
+        self._wanted = sum(math.prod(item.lengths) for item in plan.items)
         for item in plan.items:
             chunk = self.index[item.storage_index.fqn].chunks[cast(int, item.storage_index.index)]
             by_file.setdefault(chunk.file, []).append((item, chunk))
@@ -463,7 +469,10 @@ class _Reader(StorageReader):
             raise ValueError(f"{key} is {headers[key].dtype} {list(headers[key].shape)}, but {INDEX} says otherwise")
         if not shape:
             target.copy_(file.get_tensor(key))
+            self.done(1 / self._wanted)
             return
         first = item.storage_offsets[0]
         for rows in row_blocks(tuple(item.lengths)):
-            target[rows].copy_(file.get_slice(key)[first + rows.start : first + rows.stop])
+            part = target[rows]
+            part.copy_(file.get_slice(key)[first + rows.start : first + rows.stop])
+            self.done(part.numel() / self._wanted)

@@ -18,6 +18,7 @@ MOVED = {
     "runtime.balance_coef": "loss.router_balance",
     "runtime.indexer_coef": "loss.indexer_kl",
     "rl.loss.drift": "rl.loss.off_policy_threshold",
+    "device": "parallel.device",  # of task=eval
 }
 
 # Old module -> new module, for functions that are named in rl.tasks.

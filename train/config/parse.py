@@ -16,7 +16,7 @@ from train.config import moved
 from train.config.compose import GROUPS, composed
 from train.config.dspark import with_drafter
 from train.config.problems import ConfigError, problem
-from train.config.rules import convert_problems, cross_problems, eval_problems, merge_problems
+from train.config.rules import convert_problems, cross_problems, evaluation_problems, merge_problems
 from train.config.schema import SMALL, Config, Conversion, Evaluation, Merger, Small
 
 
@@ -128,7 +128,7 @@ def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:
     if isinstance(config, Conversion):
         problems += convert_problems(config)
     if isinstance(config, Evaluation):
-        problems += eval_problems("tasks", config.tasks)
+        problems += evaluation_problems(config)
     if problems:
         raise ConfigError(problems)
     return config

@@ -23,7 +23,7 @@ from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
 from train.config.rollout import ServersConfig
-from train.config.schema import Config, Conversion, Merger, OptimConfig, ParallelConfig, TaskConfig
+from train.config.schema import Config, Conversion, Evaluation, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
 # the tasks whose rows may be split over processes
@@ -68,9 +68,6 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
-    if parallel.device == "cuda" and not _cuda_is_available():
-        rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
-        yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
     rows, groups, writes = task.global_batch_rows, parallel.row_groups, task.kind in ("rl", "distill")
     if (rows is None) != writes:
         rule = f"must be null with task={task.kind}" if writes else f"task={task.kind} needs a number of rows"
@@ -84,6 +81,16 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
         multiple = math.lcm(task.micro_batch, groups)
         remedy = f"The next larger multiple is {-(-rows // multiple) * multiple}"
         yield keys, problem("task.global_batch_rows", rows, rule, remedy)
+    yield from _layout_rules(parallel)
+    if parallel.context_parallel > 1:
+        yield from _context_rules(parallel.context_parallel, task)
+
+
+def _layout_rules(parallel: ParallelConfig) -> Iterator[tuple[set[str], str]]:
+    """Check the device and the division of the processes, which do not depend on the task."""
+    if parallel.device == "cuda" and not _cuda_is_available():
+        rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
+        yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
     ranks = parallel.world_size
     for key in ("expert_parallel", "table_shards", "dense_shards", "context_parallel"):
         if ranks % getattr(parallel, key):
@@ -95,8 +102,6 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
         remedy = "Raise parallel.table_shards, or leave parallel.shard_embeddings out"
         keys = {"parallel.shard_embeddings", "parallel.table_shards"}
         yield keys, problem("parallel.shard_embeddings", True, rule, remedy)
-    if parallel.context_parallel > 1:
-        yield from _context_rules(parallel.context_parallel, task)
 
 
 def _context_rules(count: int, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
@@ -428,6 +433,17 @@ def merge_problems(merger: Merger) -> Iterator[str]:
     elif abs(math.fsum(merger.shares) - 1) > 1e-9:
         rule = f"the sum of the weights must be 1, but is {math.fsum(merger.shares):.12g}"
         yield problem("weights", merger.weights, rule, remedy)
+
+
+def evaluation_problems(config: Evaluation) -> Iterator[str]:
+    """Yield every problem with the settings of ``task=eval``."""
+    yield from eval_problems("tasks", config.tasks)
+    yield from (text for _, text in _layout_rules(config.parallel))
+    for key in ("dense_shards", "context_parallel"):
+        if (value := getattr(config.parallel, key)) > 1:
+            rule = "task=eval divides questions over processes, not rows or dense matrices"
+            remedy = "Use 1; parallel.expert_parallel and parallel.table_shards split a model that is too large"
+            yield problem(f"parallel.{key}", value, rule, remedy)
 
 
 def eval_problems(key: str, tasks: Sequence[EvalTask]) -> Iterator[str]:

@@ -303,11 +303,11 @@ class Generation(Asked):
 
 @dataclass(config=STRICT, frozen=True)
 class Evaluation:
-    """``task=eval``: measure a model on tasks. Sections for training runs are ignored."""
+    """``task=eval``: measure a model on tasks. Other sections for training runs are ignored."""
 
     task: SmallTask
     init_from: str  # a checkpoint folder, a run directory or one of its checkpoints
-    device: Literal["auto", "cpu", "cuda"]
+    parallel: ParallelConfig  # device, precision and processes, which share the questions, as in a training run
     tasks: Annotated[list[EvalEntry], Field(min_length=1)]  # names of tasks, or sections as in task.eval_tasks
     batch: PositiveInt  # number of sequences in one forward pass
     dst: str  # JSON file for the results; an existing file is replaced

@@ -54,8 +54,14 @@ def settle_precision(config: Config, device: torch.device) -> Config:
     """Return ``config`` with ``parallel.precision`` set to fp32 or bf16. The value ``auto`` is replaced by the
     precision that ``auto`` stands for on ``device``.
     """
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return config.with_precision("bf16" if has_bf16 else "fp32")
+    return config.with_precision("bf16" if computes_in_bf16("auto", device) else "fp32")
+
+
+def computes_in_bf16(precision: str, device: torch.device) -> bool:
+    """Return whether a value of ``parallel.precision`` (auto, fp32 or bf16) means bf16 on ``device``."""
+    if precision != "auto":
+        return precision == "bf16"
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Scorer:
         mine = order[self.world.rank :: self.world.size]
         found: dict[int, tuple[float, bool]] = {}
         passes = -(-len(order) // (self.world.size * self.batch))  # the same number on every rank
-        with progress(what, passes, self._say()) as advance:
+        with progress(what, passes, self.say, shared=True) as advance:
             for start in range(0, passes * self.batch, self.batch):
                 self._check()
                 numbers = mine[start : start + self.batch]
@@ -117,7 +117,7 @@ class Scorer:
         mine = range(len(questions))[rank::ranks]
         found: dict[int, str] = {}
         blocks = -(-len(questions) // (ranks * self.batch))
-        with progress(what, blocks, self._say()) as advance:
+        with progress(what, blocks, self.say, shared=True) as advance:
             for start in range(0, blocks * self.batch, self.batch):
                 self._check()
                 numbers = mine[start : start + self.batch]
@@ -152,16 +152,9 @@ class Scorer:
         if self.world.any(self.stop()):
             raise Stopped
 
-    def _say(self) -> Callable[[str], None] | None:
-        return self.say if self.world.first else _nothing
-
     def _gathered(self, mine: dict, count: int) -> list:
         """Gather the results of all ranks, in the order of the questions."""
         every: dict = {}
         for part in self.world.gather(mine):
             every |= part
         return [every[number] for number in range(count)]
-
-
-def _nothing(line: str) -> None:
-    """Ignore a line about the progress, on all ranks except rank 0."""

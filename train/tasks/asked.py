@@ -17,7 +17,7 @@ from model.engram import build_token_map
 from model.generation import Sample
 from train.checkpoint.init_from import find_pretrained, holds_drafter, load_pretrained_weights
 from train.config.schema import Asked
-from train.distributed.world import pick_device
+from train.distributed.world import World, pick_device
 
 END_THINK = "</think>"
 
@@ -51,23 +51,23 @@ def open_model(config: Asked) -> Model:
         ValueError: the checkpoint cannot be used, or ``config.effort`` is not a valid effort.
     """
     effort_budget(config.effort)
-    return open_checkpoint(config.init_from, config.device)
+    return open_checkpoint(config.init_from, World(pick_device(config.device)))
 
 
-def open_checkpoint(name: str, device_name: str) -> Model:
-    """Load the model of a checkpoint, named as for ``init_from``.
+def open_checkpoint(name: str, world: World) -> Model:
+    """Load the model of a checkpoint, named as for ``init_from``, or this process's part of it.
 
     Raises ValueError if the checkpoint cannot be used.
     """
-    origin, device = find_pretrained(name), pick_device(device_name)
+    origin, device, parallel = find_pretrained(name), world.device, world.parallel
     tokenizer = read_tokenizer(origin.tokenizer)
     if (origin.folder / "config.json").is_file():
-        with progress("loading weights", 1.0) as done:
-            model = load_pretrained(origin.folder, device=device, done=done)
+        with progress("loading weights", 1.0, shared=True) as done:
+            model = load_pretrained(origin.folder, device=device, parallel=parallel, done=done)
     else:
         settings = ModelConfig.from_dict(origin.model)
         token_map = build_token_map(tokenizer) if settings.text.engram_layer_ids else None
-        model = build_model(settings, token_map=token_map, device=device)
+        model = build_model(settings, token_map=token_map, device=device, parallel=parallel)
         load_pretrained_weights(model, name)
     drafter = load_drafter(origin.folder, model) if holds_drafter(origin.folder) else None
     return Model(model.eval(), tokenizer, drafter)

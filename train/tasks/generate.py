@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from data import DataError
 from data.chat.prompt import Prompt
 from data.errors import BadRecordPolicy, naming
 from data.files import content_hash
+from data.progress import progress
 from data.records import read_records
 from model.generation import Generator
 from train.config.schema import Generation
@@ -54,8 +54,11 @@ def _generate(asked: Model, config: Generation, records: list[dict[str, Any]], w
     """
     generator = Generator(asked.model, max_running=config.batch, drafter=asked.drafter)
     ahead, numbers = list(reversed(wanted)), dict[int, int]()
-    with Progress(transient=True) as progress, naming(config.dst), open(config.dst, "a", encoding="utf-8") as file:
-        bar = progress.add_task("answers", total=len(records), completed=len(records) - len(wanted))
+    with (
+        progress("answering", len(wanted)) as advance,
+        naming(config.dst),
+        open(config.dst, "a", encoding="utf-8") as file,
+    ):
         while ahead or generator.in_flight:
             while ahead and generator.in_flight < config.batch:
                 number = ahead.pop()
@@ -66,7 +69,7 @@ def _generate(asked: Model, config: Generation, records: list[dict[str, Any]], w
                 line = {"number": number, **records[number], **found, "finish": sample.finish}
                 file.write(json.dumps({**line, "tokens": len(sample.tokens)}, ensure_ascii=False, default=_size) + "\n")
                 file.flush()
-                progress.advance(bar)
+                advance(1)
 
 
 def _size(value: Any) -> str:

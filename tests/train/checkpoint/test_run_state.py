@@ -11,6 +11,7 @@ import resource
 import shutil
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,21 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
     assert_same_state(fresh, parts)
     assert fresh["optimizer"].state[fresh["model"].bias]["step"] == 1
     assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+def test_loading_counts_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    @contextmanager
+    def counted(what: str, total: float, shared: bool):
+        assert (total, shared) == (1.0, True)
+        yield shares.append
+
+    monkeypatch.setattr(storage, "progress", counted)
+    folder = save(tmp_path, **objects(width=5))
+    load(folder, objects(width=5))
+    assert sum(shares) == pytest.approx(3.0)  # the model, the optimizer, and the states of the random generators
+    assert len(shares) > 5
 
 
 def test_state_from_before_the_first_step_replaces_a_later_one(tmp_path: Path) -> None:
