@@ -1,14 +1,17 @@
-"""Tokens per second on 1, 2 and 4 processes of one thread each, and the share of communication. Run `make
-bench-distributed`.
+"""Speed of 1, 2 and 4 processes of one thread each as a ratio to one process, and the share of communication, with
+rows split over C = 1, 2 and 4 processes. Run `make bench-distributed`; `--json FILE` writes all numbers.
 
 The demo's model on real text, the same rows a step on any number of processes; experts and tables are split over all of
 them. Communication is the time inside collective calls, which is also the time of waiting for the slowest process: with
-more processes than free cores most of it is that. Medians over the steps, means over the processes.
+more processes than free cores most of it is that. The layouts take turns, so that other work on the machine disturbs
+all of them alike; every turn gives one ratio to the single process of the same turn. Shown are medians over the turns;
+within a turn, medians over the steps and means over the processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from train.loop import train_step
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "distributed")]
 from ranks import Group  # noqa: E402
 
+LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # processes, parallel.context_parallel
 CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "broadcast")
 
 
@@ -64,23 +68,24 @@ class _Work:
         self.clock.seconds += time.perf_counter() - started
 
 
-def configuration(folder: str, size: int, rows: int, length: int) -> Config:
+def configuration(folder: str, size: int, context: int, rows: int, length: int) -> Config:
     overrides = [
         "experiment=demo", f"output={folder}", f"task.micro_batch={rows}", f"task.global_batch_rows={rows}",
         "parallel.device=cpu",
         f"task.seq_len={length}", f"parallel.world_size={size}", f"parallel.expert_parallel={size}",
-        f"parallel.table_shards={size}", f"parallel.shard_embeddings={str(size > 1).lower()}",
+        f"parallel.context_parallel={context}", f"parallel.table_shards={size}",
+        f"parallel.shard_embeddings={str(size > 1).lower()}",
     ]  # fmt: skip
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return parse(compose("train", overrides=open_overrides(overrides)))
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One of the processes: the steps, and the line of the table from rank 0."""
+    """One of the processes: the steps. Rank 0 prints tokens per second and the share of communication as JSON."""
     torch.set_num_threads(1)
     clock = Clock()
     size = find_process().size
-    config = configuration(arguments.folder, size, arguments.rows, arguments.length)
+    config = configuration(arguments.folder, size, arguments.context, arguments.rows, arguments.length)
     world = launch(config.parallel)
     with world.collective_guard():
         run = build(config, world)
@@ -91,31 +96,66 @@ def work(arguments: argparse.Namespace) -> None:
             real = int(train_step(run, micro_batches, step, 0)["num_tokens"])
             seconds.append((time.perf_counter() - started) / real)
             spent.append((clock.seconds - before) / real)
-        share = median(spent[2:]) / median(seconds[2:])
-        shares = world.gather(share)
+        tokens_per_second = world.gather(1 / median(seconds[2:]))
+        shares = world.gather(median(spent[2:]) / median(seconds[2:]))
         if world.first:
-            print(f"{size:>9}{1 / median(seconds[2:]):>12.0f}{sum(shares) / size:>16.1%}")
+            print(json.dumps([sum(tokens_per_second) / size, sum(shares) / size]))
+
+
+def measure(arguments: argparse.Namespace, size: int, context: int, folder: Path) -> tuple[float, float]:
+    """Start the processes of one layout. Returns tokens per second, and the share of time in collective calls."""
+    options = [f"--{key}={getattr(arguments, key)}" for key in ("steps", "rows", "length")]
+    command = [__file__, *options, f"--context={context}", f"--folder={folder}"]
+    with Group(size, command, folder / f"logs{size}-{context}") as group:
+        ended = group.finish(seconds=1200)
+        if any(end.code for end in ended):
+            sys.exit(group.outputs())
+    speed, share = json.loads(ended[0].output.splitlines()[-1])
+    return speed, share
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=3, help="times that every layout is measured")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--json", type=Path, help="file to write all numbers to")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
         work(arguments)
         return
-    print(f"{arguments.rows} rows of {arguments.length} tokens a step, {os.cpu_count()} cores")
-    print(f"{'processes':>9}{'tokens/s':>12}{'communication':>16}")
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {layout: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
-        for size in (1, 2, 4):
-            options = [f"--{key}={value}" for key, value in vars(arguments).items() if key != "folder"]
-            command = [__file__, *options, f"--folder={folder}"]
-            with Group(size, command, Path(folder) / f"logs{size}") as group:
-                ended = group.finish(seconds=1200)
-            print(ended[0].output.strip("\n") if not any(end.code for end in ended) else group.outputs(), flush=True)
+        for _ in range(arguments.turns):
+            for layout, turns in found.items():
+                turns.append(measure(arguments, *layout, Path(folder)))
+    table = [row(layout, turns, found[LAYOUTS[0]]) for layout, turns in found.items()]
+    print(f"{arguments.rows} rows of {arguments.length} tokens a step, {os.cpu_count()} cores, {arguments.turns} turns")
+    print(f"{'processes':>9}{'C':>4}{'against one':>13}{'lowest':>9}{'highest':>9}{'communication':>15}")
+    for one in table:
+        print(
+            f"{one['processes']:>9}{one['context']:>4}{median(one['ratios']):>13.2f}{min(one['ratios']):>9.2f}"
+            f"{max(one['ratios']):>9.2f}{median(one['communication']):>15.1%}"
+        )
+    if arguments.json:
+        settings = {key: getattr(arguments, key) for key in ("turns", "steps", "rows", "length")}
+        arguments.json.write_text(json.dumps({**settings, "cores": os.cpu_count(), "layouts": table}, indent=1) + "\n")
+
+
+def row(layout: tuple[int, int], turns: list[tuple[float, float]], alone: list[tuple[float, float]]) -> dict[str, Any]:
+    """The numbers of a layout: by turn, tokens per second, their ratio to one process, and communication."""
+    speeds, shares = zip(*turns, strict=True)
+    ratios = [speed / one for speed, (one, _) in zip(speeds, alone, strict=True)]
+    return {
+        "processes": layout[0],
+        "context": layout[1],
+        "tokens_per_second": list(speeds),
+        "ratios": ratios,
+        "communication": list(shares),
+    }
 
 
 if __name__ == "__main__":

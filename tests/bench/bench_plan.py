@@ -1,4 +1,5 @@
-"""What task=plan says of two processes, against what they hold and send. Run `python tests/bench/bench_plan.py`.
+"""What task=plan says of two or four processes, against what they hold and send. Run `python
+tests/bench/bench_plan.py`, for four with `--ranks 4`; `--json FILE` writes the table.
 
 A tiny model in fp32 on the CPU, one optimizer step in each of several layouts; bytes of real tensors, and of what the
 exchanges of experts and tables are given for the other process. Sending depends on the batch: the plan takes routing to
@@ -7,6 +8,8 @@ be even and the rows looked up to be distinct.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 import tempfile
@@ -33,27 +36,35 @@ from train.loop import train_step
 from train.planning.resources import plan
 from train.planning.traffic import ENTRIES, GATHERED, HALO, OWNED, SUMMED
 
-RANKS = 2
-SEEN = ("all-to-all", "head gathered", GATHERED, OWNED, SUMMED, ENTRIES, HALO)  # what `Sent` counts: no all-reduce
-# name: parallel.expert_parallel, table_shards, shard_embeddings, dense_shards, context_parallel
-LAYOUTS = {
-    "experts over 2": (2, 1, False, 1, 1),
-    "Engram tables over 2": (1, 2, False, 1, 1),
-    "dense matrices over 2": (1, 1, False, 2, 1),
-    "rows over 2": (1, 1, False, 1, 2),
-    "experts, tables, embedding and head over 2": (2, 2, True, 1, 1),
-    "experts and rows over 2": (2, 1, False, 1, 2),
+SENT_TO = "sent to single ranks (experts, tables, window keys, owners)"
+SENT_TO_ALL = "sent to all ranks, and sums (entries, head, dense matrices)"
+SEEN = {  # the plan's kinds of traffic that `Sent` counts, which counts no all-reduce
+    SENT_TO: ("all-to-all", OWNED, HALO),
+    SENT_TO_ALL: ("head gathered", GATHERED, SUMMED, ENTRIES),
 }
-SENT = "sent by the model and to owners"
+
+
+def layouts(ranks: int) -> dict[str, tuple[int, int, bool, int, int]]:
+    """By name: parallel.expert_parallel, table_shards, shard_embeddings, dense_shards, context_parallel."""
+    return {
+        f"experts over {ranks}": (ranks, 1, False, 1, 1),
+        f"Engram tables over {ranks}": (1, ranks, False, 1, 1),
+        f"dense matrices over {ranks}": (1, 1, False, ranks, 1),
+        f"rows over {ranks}": (1, 1, False, 1, ranks),
+        f"experts, tables, embedding and head over {ranks}": (ranks, ranks, True, 1, 1),
+        f"experts and rows over {ranks}": (ranks, 1, False, 1, ranks),
+    }
+
+
 MODULES = ("abc", "bisect", "copy", "glob", "heapq", "operator", "queue", "sched", "string", "textwrap", "token")
 
 
-def configure(folder: Path, layout: str) -> Config:
-    experts, tables, embeddings, dense, context = LAYOUTS[layout]
+def configure(folder: Path, layout: str, ranks: int) -> Config:
+    experts, tables, embeddings, dense, context = layouts(ranks)[layout]
     given = [
         "task=plan", "plan.load_factor=1.0", "model=tiny", "optim=report",
-        "task.seq_len=64", f"task.micro_batch={1 if context > 1 else 4}", "task.global_batch_rows=8",
-        "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={RANKS}",
+        "task.seq_len=64", f"task.micro_batch={1 if context > 1 else 8 // ranks}", "task.global_batch_rows=8",
+        "runtime.recompute=true", "parallel.device=cpu", f"parallel.world_size={ranks}",
         f"parallel.expert_parallel={experts}", f"parallel.table_shards={tables}",
         f"parallel.shard_embeddings={str(embeddings).lower()}", f"parallel.dense_shards={dense}",
         f"parallel.context_parallel={context}",
@@ -65,29 +76,31 @@ def configure(folder: Path, layout: str) -> Config:
 
 
 def parallel_of(layout: str, split: RankGroup) -> Parallel:
-    """How a layout spreads the model over the two processes."""
-    experts, tables, _, dense, context = (split if n > 1 else RankGroup() for n in LAYOUTS[layout])
-    return Parallel(experts, tables, LAYOUTS[layout][2], dense=dense, context=context)
+    """How a layout spreads the model over the processes."""
+    sizes = layouts(split.size)[layout]
+    experts, tables, _, dense, context = (split if n > 1 else RankGroup() for n in sizes)
+    return Parallel(experts, tables, sizes[2], dense=dense, context=context)
 
 
 class Sent:
     """Counts the bytes that are given to exchanges and gathers for other ranks, while it is entered."""
 
     def __enter__(self) -> Sent:
-        self.bytes, self.kept = 0, (dist.all_to_all_single, dist.all_gather_single, dist.reduce_scatter_single)
+        self.bytes = dict.fromkeys(SEEN, 0)
+        self.kept = (dist.all_to_all_single, dist.all_gather_single, dist.reduce_scatter_single)
         swap, gather, scatter = self.kept
 
         def all_to_all_single(output, input, receive=None, send=None, group=None, **options):
-            own = len(input) // RANKS if send is None else send[dist.get_rank(group)]
-            self.bytes += (len(input) - own) * input[:1].nbytes
+            own = len(input) // dist.get_world_size(group) if send is None else send[dist.get_rank(group)]
+            self.bytes[SENT_TO] += (len(input) - own) * input[:1].nbytes
             return swap(output, input, receive, send, group=group, **options)
 
         def all_gather_single(output, input, group=None, **options):
-            self.bytes += (RANKS - 1) * input.nbytes
+            self.bytes[SENT_TO_ALL] += (dist.get_world_size(group) - 1) * input.nbytes
             return gather(output, input, group=group, **options)
 
         def reduce_scatter_single(output, input, op=dist.ReduceOp.SUM, group=None, **options):
-            self.bytes += (RANKS - 1) * output.nbytes
+            self.bytes[SENT_TO_ALL] += (dist.get_world_size(group) - 1) * output.nbytes
             return scatter(output, input, op, group, **options)
 
         dist.all_to_all_single, dist.all_gather_single = all_to_all_single, all_gather_single
@@ -115,11 +128,11 @@ def measure(config: Config, world: World) -> dict[str, float]:
         train_step(run, step, 0, 0)
     for method in ("muon", "sinkhorn", "adamw"):
         held[f"optimizer state, {method}"] = _state_bytes(run, method)
-    return held | {SENT: sent.bytes, "remote share": _remote_share(run, step)}
+    return held | sent.bytes | {"remote share": _remote_share(run, step)}
 
 
 def _remote_share(run: Run, step: list[dict]) -> float:
-    """Share of this rank's token copies that went to experts of the other rank."""
+    """Share of this rank's token copies that went to experts of other ranks."""
     experts = run.model.layers[0].ffn.experts.shard
     with torch.no_grad():
         denominators = run.model.loss_denominators(**step[0])
@@ -137,56 +150,70 @@ def _bytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def rank_main(folder: Path) -> None:
+def rank_main(folder: Path, ranks: int) -> None:
     """One of the processes: measure every layout; the first writes what all found."""
-    split = launch(configure(folder, list(LAYOUTS)[-1]).parallel)
+    split = launch(configure(folder, list(layouts(ranks))[-1], ranks).parallel)
     with split.collective_guard():
-        found, mesh = {}, rank_mesh(RANKS, split.device)
-        for layout in LAYOUTS:
+        found, mesh = {}, rank_mesh(ranks, split.device)
+        for layout in layouts(ranks):
             parallel = parallel_of(layout, axis_group(mesh, "parts") if "dense" in layout else split.parallel.experts)
             world = replace(split, parallel=parallel, dense_mesh=mesh if parallel.dense.size > 1 else None)
-            found[layout] = world.gather(measure(configure(folder, layout), world))
+            found[layout] = world.gather(measure(configure(folder, layout, ranks), world))
         if split.first:
             torch.save(found, folder / "found.pt")
 
 
-def compare(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
-    """Start the processes; by layout, what is planned and what was measured: memory on the rank with most optimizer
-    state, bytes sent as the mean over ranks.
+def compare(folder: Path, number: int = 2) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """Start `number` processes; by layout, what is planned and what was measured: memory on the rank with most
+    optimizer state, bytes sent as the mean over ranks.
     """
     (folder / "text").mkdir(parents=True)
     for name in MODULES:
         text = Path(os.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
         (folder / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
-    with Group(RANKS, ["tests/bench/bench_plan.py", str(folder)], folder / "ranks") as group:
+    command = ["tests/bench/bench_plan.py", "--folder", str(folder), "--ranks", str(number)]
+    with Group(number, command, folder / "ranks") as group:
         for rank, ended in enumerate(group.finish()):
             assert ended.code == 0, f"rank {rank}:\n{ended.output}"
     both = {}
     for layout, ranks in torch.load(folder / "found.pt").items():
-        p = plan(configure(folder, layout))
+        p = plan(configure(folder, layout, number))
         terms = {"weights": sum(p.weights.values()), "gradients": sum(p.gradients.values())}
         terms |= {f"optimizer state, {method}": size for method, size in p.state.items()}
-        terms[SENT] = sum(p.traffic[kind] for kind in p.traffic if kind.startswith(SEEN))
+        for term, kinds in SEEN.items():
+            terms[term] = sum(p.traffic[kind] for kind in p.traffic if kind.startswith(kinds))
         state = [sum(held[term] for term in held if term.startswith("optimizer state")) for held in ranks]
         measured = dict(ranks[state.index(max(state))])
-        for term in (SENT, "remote share"):  # ranks differ in what they send, and the plan is about their mean
-            measured[term] = sum(held[term] for held in ranks) / RANKS
+        for term in (*SEEN, "remote share"):  # ranks differ in what they send, and the plan is about their mean
+            measured[term] = sum(held[term] for held in ranks) / number
         both[layout] = terms, measured
     return both
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes")
+    parser.add_argument("--json", type=Path, help="file to write the table to")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder:
+        rank_main(options.folder, options.ranks)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        both = compare(Path(folder))
+        both = compare(Path(folder), options.ranks)
     for layout, (planned, measured) in both.items():
-        print(f"{layout + ', bytes':<48}{'planned':>12}{'measured':>12}{'difference':>12}")
+        print(f"{layout + ', bytes':<64}{'planned':>12}{'measured':>12}{'difference':>12}")
         for term, size in planned.items():
-            off = f"{size / measured[term] - 1:+.2%}"
-            print(f"  {term:<46}{size:>12,.0f}{measured[term]:>12,.0f}{off:>12}")
+            if size or measured[term]:
+                off = f"{size / measured[term] - 1:+.2%}"
+                print(f"  {term:<62}{size:>12,.0f}{measured[term]:>12,.0f}{off:>12}")
+    if options.json:
+        table = {layout: {"planned": planned, "measured": measured} for layout, (planned, measured) in both.items()}
+        options.json.write_text(json.dumps({"ranks": options.ranks, "layouts": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        run_to_the_end(lambda: rank_main(Path(sys.argv[1])))
+        run_to_the_end(main)
     else:
         main()
