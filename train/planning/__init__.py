@@ -6,8 +6,8 @@ a ZeRO stage 0 engine: every rank takes part in data parallelism; the routed exp
 ranks; the rows of the Engram tables, and with ``shard_embeddings`` the rows of embedding and head, are split over
 ``table_shards`` ranks. The rows of the blocks' dense matrices are split over ``dense_shards`` ranks, which gather them
 while a block runs. Every rank holds all other parameters. The optimizer state of a parameter is held by only one of the
-ranks that hold the parameter. ``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two or
-four real processes.
+ranks that hold the parameter. ``tests/bench/bench_plan.py`` compares the results with the memory and the traffic of two
+or four real processes.
 
 Images and the temporary tensors of single operations are not counted; the reserve (``ResourcePlan.reserve``) leaves
 memory for such temporary tensors.
