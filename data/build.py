@@ -71,27 +71,33 @@ def build_loaders(
     world_size: int = 1,
     vision: Mapping[str, Any] | None = None,
     step_rows: int | None = None,
+    train_seq_len: int | None = None,
 ) -> tuple[TrainLoader, ValidationLoader | MixedValidation]:
     """Make the training loader and the validation loader of a configuration.
 
     Args:
         tokenizer: from `load_tokenizer`.
-        seq_len: number of tokens in a packed row.
+        seq_len: number of tokens in a packed row; conversations and documents with images must fit into it.
         batch_size: number of rows of a micro-batch, summed over all ranks. Each rank gets `batch_size / world_size`
             rows.
         seed: random seed of the order in which rows are shuffled.
         vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
         step_rows: number of rows of an optimizer step over all ranks, a multiple of `batch_size`; None means
             `batch_size`. A stream is dealt out to so many lanes, so it gives the same steps on any number of ranks.
+        train_seq_len: number of tokens in a row of the training loader, `seq_len` or more; None means `seq_len`. A
+            position that was saved with another value can be loaded.
 
     Raises ValueError that lists every invalid argument or setting, and `DataError` for bad data.
     """
+    train_seq_len = train_seq_len or seq_len
     wrong = cfg.problems()
     parts = {} if cfg.mixture and wrong else cfg.parts()
     problems = [
         text
         for part in parts.values()
-        for text in argument_problems(part, tokenizer, seq_len, batch_size, rank, world_size, vision)
+        for text in argument_problems(
+            part, tokenizer, max(seq_len, train_seq_len), batch_size, rank, world_size, vision
+        )
     ]
     step_rows = batch_size if step_rows is None else step_rows
     if step_rows < 1 or step_rows % max(1, batch_size):
@@ -100,7 +106,10 @@ def build_loaders(
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
     pairs = any(SOURCES[part.source].pairs for part in parts.values())
-    collator = Collator(seq_len, special, next(filter(None, sizes.values()), None), pairs)
+    collators = [
+        Collator(length, special, next(filter(None, sizes.values()), None), pairs)
+        for length in (seq_len, train_seq_len)
+    ]
     lanes = step_rows if any(part.streaming for part in parts.values()) else None
     per_rank = batch_size // world_size
     own = [first + rank * per_rank + n for first in range(0, step_rows, batch_size) for n in range(per_rank)]
@@ -110,7 +119,8 @@ def build_loaders(
         source_id = train_source.identity(content=not part.streaming)
         conversations = SOURCES[part.source].conversations
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=False, conversations=conversations)
-        readers[name] = _readers(part, train_source, source_id, encoder, seed if part.shuffle else None, len(own))
+        order = seed if part.shuffle else None
+        readers[name] = _readers(part, train_source, source_id, encoder, order, len(own), train_seq_len)
         fingerprints[name] = {
             "data": source_id,
             "tokenizer": identity(tokenizer),
@@ -123,20 +133,20 @@ def build_loaders(
         }
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
         window = _held_out(part, validation_source, encoder)
-        held_out[name] = ValidationLoader(window, collator, batch_size, rank, world_size, part.validation_rows)
+        held_out[name] = ValidationLoader(window, collators[0], batch_size, rank, world_size, part.validation_rows)
     weights = cfg.weights() if cfg.mixture else {"": 1.0}
     rows: RowReader | MixedRows | LaneRows
     if lanes is not None:
-        rows = LaneRows(readers, weights, lanes, own)
+        rows = LaneRows(readers, weights, lanes, own, train_seq_len)
     else:
-        whole = {name: make(WHOLE).load_first() for name, make in readers.items()}
+        whole = {name: make(WHOLE, train_seq_len).load_first() for name, make in readers.items()}
         rows = MixedRows(whole, weights) if cfg.mixture else whole[""]
     if not cfg.mixture:
         (fingerprint,), (valid,) = fingerprints.values(), held_out.values()
-        return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), valid
+        return TrainLoader(rows, collators[1], batch_size, rank, world_size, fingerprint), valid
     fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
     fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return TrainLoader(rows, collator, batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
+    return TrainLoader(rows, collators[1], batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
@@ -204,12 +214,12 @@ def argument_problems(
 
 
 def _readers(
-    cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None, lanes: int
+    cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None, lanes: int, seq_len: int
 ) -> MakeReader:
     """A function that opens a share of a training source. The shares of one rank are counted together, and if the
     source is streamed, one thread reads and tokenises all of them.
 
-    lanes: number of shares that this rank has open at the same time.
+    lanes: number of shares that this rank has open at the same time. seq_len: number of tokens in a row.
     """
     if not cfg.streaming:
         store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
@@ -218,18 +228,20 @@ def _readers(
         stats = Stats()
         stats.add_store(store)
 
-        def stored(share: Share) -> RowReader:
-            tokens = window_tokens(cfg.window_tokens, share[1], encoder.seq_len)
-            return RowReader(StoredWindows(store, encoder.seq_len, tokens, seed, share, stats))
+        def stored(share: Share, sized: int) -> RowReader:
+            tokens = window_tokens(cfg.window_tokens, share[1], sized)
+            return RowReader(StoredWindows(store, seq_len, tokens, seed, share, stats))
 
         return stored
     thread, policy, counted = ThreadPoolExecutor(1, "data"), BadRecordPolicy(cfg.on_error), Stats()
 
-    def streamed(share: Share) -> RowReader:
-        tokens = window_tokens(cfg.window_tokens, share[1], encoder.seq_len)
+    def streamed(share: Share, sized: int) -> RowReader:
+        tokens = window_tokens(cfg.window_tokens, share[1], sized)
         part = source if share == WHOLE else cast(SharedSource, source).share(share)
-        windows = StreamedWindows(part, encoder, policy, tokens, seed, share, counted, keep_open=lanes <= OPEN_LANES)
-        return RowReader(windows, thread)
+        open_files = lanes <= OPEN_LANES
+        return RowReader(
+            StreamedWindows(part, encoder, policy, tokens, seed, share, counted, open_files, seq_len), thread
+        )
 
     return streamed
 

@@ -4,7 +4,7 @@ A lane is a sequence of rows of its own: lane l of n reads share l of n of every
 and shuffles it by itself. Row n of an optimizer step always comes from lane n, and a rank has the lanes of its rows. A
 step therefore has the same rows on any number of ranks.
 
-A position has the place of every lane. If a run continues with another number of rows in a step, its lanes are dealt
+A position has the place of every lane. If a run continues with another number or length of rows, its lanes are dealt
 anew: each old lane that has not finished the current epoch is handed to a new lane, which first reads it to its end, so
 that every document of the epoch is still read exactly once. The next epoch is shared by the new lanes.
 """
@@ -20,7 +20,7 @@ from data.document import Share
 from data.rows import MixedRows, MixedStats, Row, RowReader
 from data.windows import Stats
 
-MakeReader = Callable[[Share], RowReader]
+MakeReader = Callable[[Share, int], RowReader]  # of a share, in windows that are sized for rows of some length
 MIN_WINDOW_ROWS = 16  # the packing window of a lane has room for so many rows, unless `data.window_tokens` has not
 OPEN_LANES = 64  # a rank with more lanes closes the files of each lane between two packing windows
 
@@ -35,15 +35,16 @@ def window_tokens(whole: int, lanes: int, seq_len: int) -> int:
 class Lane:
     """The rows of one source in one lane.
 
-    make: opens a share of the source. share: the lane and the number of lanes.
+    make: opens a share of the source. share: the lane and the number of lanes. seq_len: number of tokens in a row.
 
     Attributes:
         inherited: old lanes that this lane finishes first. Each is a position of a `RowReader`, with the `share` that
-            it belongs to, and the last epoch (`until`) of which it is read.
+            it belongs to, the length of rows that its windows are `sized` for, and the last epoch (`until`) of which it
+            is read.
     """
 
-    def __init__(self, make: MakeReader, share: Share):
-        self.make, self.own = make, make(share).load_first()
+    def __init__(self, make: MakeReader, share: Share, seq_len: int):
+        self.make, self.own, self.seq_len = make, make(share, seq_len).load_first(), seq_len
         self.inherited: list[dict[str, Any]] = []
         self._finishing: RowReader | None = None  # reads the first inherited lane
 
@@ -59,7 +60,7 @@ class Lane:
         while self.inherited:
             old = self.inherited[0]
             if self._finishing is None:
-                self._finishing = self.make(tuple(old["share"]))
+                self._finishing = self.make(tuple(old["share"]), old.get("sized", self.seq_len))
                 self._finishing.load_state_dict(old)
             row = self._finishing.next_until(old["until"])
             if row is not None:
@@ -87,16 +88,22 @@ class LaneRows:
         weights: the relative share of tokens of each source; every lane keeps to these weights by itself.
         step_rows: number of rows of an optimizer step over all ranks, which is the number of lanes.
         own: the lanes of this rank.
+        seq_len: number of tokens in a row.
 
     Raises `DataError` if a lane has no document.
     """
 
     def __init__(
-        self, readers: Mapping[str, MakeReader], weights: dict[str, float], step_rows: int, own: Iterable[int]
+        self,
+        readers: Mapping[str, MakeReader],
+        weights: dict[str, float],
+        step_rows: int,
+        own: Iterable[int],
+        seq_len: int,
     ):
-        self.count, self._turn = step_rows, 0
+        self.count, self._turn, self.seq_len = step_rows, 0, seq_len
         self.lanes = {
-            lane: MixedRows({name: Lane(make, (lane, step_rows)) for name, make in readers.items()}, weights)
+            lane: MixedRows({name: Lane(make, (lane, step_rows), seq_len) for name, make in readers.items()}, weights)
             for lane in own
         }
         self._any = next(iter(self.lanes.values()))
@@ -145,15 +152,16 @@ class LaneRows:
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank's lanes; `merged` makes the whole position of those of all ranks."""
         positions = {str(lane): rows.state_dict() for lane, rows in self.lanes.items()}
-        return {"lanes": self.count, "turn": self._turn, "positions": positions}
+        return {"lanes": self.count, "seq_len": self.seq_len, "turn": self._turn, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a whole position; lanes are dealt anew if their number has changed."""
+        """Restore a whole position; lanes are dealt anew if their number or the length of rows has changed."""
         state = state if "lanes" in state else _of_one_lane(state)
         positions = [state["positions"][str(lane)] for lane in range(state["lanes"])]
         self._turn = state["turn"]
-        if len(positions) != self.count:
-            positions, self._turn = deal_anew(positions, self.count), 0
+        length = state.get("seq_len", self.seq_len)
+        if (len(positions), length) != (self.count, self.seq_len):
+            positions, self._turn = deal_anew(positions, self.count, length), 0
         for lane, rows in self.lanes.items():
             rows.load_state_dict(positions[lane])
 
@@ -174,10 +182,12 @@ def _of_one_lane(state: dict[str, Any]) -> dict[str, Any]:
     return {"lanes": 1, "turn": 0, "positions": {"0": own}}
 
 
-def deal_anew(positions: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def deal_anew(positions: list[dict[str, Any]], count: int, seq_len: int) -> list[dict[str, Any]]:
     """The positions of `count` new lanes that together read everything that the old lanes have not yet read of the
     epochs that some old lane has begun, and then go on to the next epoch. Tokens and rows used so far are divided
     evenly.
+
+    seq_len: number of tokens in a row of the old lanes.
     """
     names = list(positions[0]["sources"])
     made: list[dict[str, Any]] = [{"sources": {}, "tokens": {}, "rows": {}} for _ in range(count)]
@@ -187,8 +197,8 @@ def deal_anew(positions: list[dict[str, Any]], count: int) -> list[dict[str, Any
         waiting = [entry for lane in old for entry in lane.get("inherited", ())]
         for index, lane in enumerate(old):
             if lane["epoch"] <= begun:
-                own = {key: lane[key] for key in ("epoch", "window", "start", "row")}
-                waiting.append(own | {"share": [index, len(old)], "until": begun})
+                own = {key: value for key, value in lane.items() if key != "inherited"}
+                waiting.append(own | {"share": [index, len(old)], "sized": seq_len, "until": begun})
         for index, lane in enumerate(made):
             start = {"epoch": begun + 1, "window": 0, "start": None, "row": 0}
             lane["sources"][name] = start | {"inherited": waiting[index::count]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ class TrainLoader:
         return self.rows.epoch
 
     @property
+    def seq_len(self) -> int:
+        """Number of tokens in a row."""
+        return self.collator.seq_len
+
+    @property
     def stats(self) -> Stats | MixedStats:
         return self.rows.stats
 
@@ -79,7 +85,8 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data as JSON-compatible values, which `merge_positions` completes if there are
-        several ranks. A saved position remains valid if the batch size or the number of ranks changes.
+        several ranks. A saved position remains valid if the batch size, the length of rows (`train_seq_len` of
+        `build_loaders`) or the number of ranks changes.
         """
         return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
 
@@ -125,7 +132,7 @@ class ValidationLoader:
     ):
         store, rows = held_out.store, held_out.rows
         rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])
-        self.window, self.collator = PackingWindow(store, rows, None), collator
+        self.window, self.collator = replace(held_out, rows=rows), collator
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.stats = Stats()
         self.stats.add_store(store)

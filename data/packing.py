@@ -70,6 +70,29 @@ def pack_rows(lengths: np.ndarray, seq_len: int, advance: Advance = lambda amoun
     return PackedRows(pieces[:, 0], pieces[:, 1], pieces[:, 2], offsets)
 
 
+def repack_rows(rows: PackedRows, used: int, documents: np.ndarray, seq_len: int) -> PackedRows:
+    """Pack the pieces of `rows` from row number `used` on into rows of `seq_len` tokens. No token is dropped or
+    repeated.
+
+    Pieces that continue each other in a document are joined first. If no row was used, the result is therefore the same
+    as if the documents had been packed into rows of `seq_len` tokens from the start.
+
+    documents: the numbers of all documents in `rows`, in the order in which they were packed.
+    """
+    first = rows.offsets[used]
+    document, start, length = rows.document[first:], rows.start[first:], rows.length[first:]
+    by_number = np.argsort(documents)
+    place = by_number[np.searchsorted(documents, document, sorter=by_number)]
+    order = np.lexsort((start, place))
+    document, start, length = document[order], start[order], length[order]
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = (document[1:] != document[:-1]) | (start[1:] != start[:-1] + length[:-1])
+    at = np.flatnonzero(begins)
+    packed = pack_rows(np.add.reduceat(length, at) if len(at) else length, seq_len)
+    item = at[packed.document]
+    return PackedRows(document[item], start[item] + packed.start, packed.length, packed.offsets)
+
+
 @dataclass
 class _Bin:
     """A row that is being filled: its pieces (document, start, length) and the number of free tokens."""

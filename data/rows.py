@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 from data.errors import DataError
-from data.windows import PackingWindow, Stats, Windows
+from data.windows import PackingWindow, Stats, Windows, repacked
 
 Row = tuple[PackingWindow, int]  # a packing window, and the number of a row in it
 
@@ -22,7 +22,10 @@ class RowReader:
     """Iterates over the packed rows of one source, epoch after epoch.
 
     A position consists of the epoch, the number of the packing window in the epoch, the place in the source where this
-    window begins, and the number of its rows that have been used. Resuming packs this one window again.
+    window begins, the length of rows, and the number of rows that have been used. Resuming packs this one window again.
+    A position with rows of another length can be loaded: the tokens of its window that are in none of the rows used so
+    far are packed into rows of the reader's length. The position keeps the earlier lengths for as long as this window
+    lasts, each with the number of rows that were used.
 
     prefetch: the thread that loads the next window while the rows of the current window are used, or None.
     """
@@ -31,6 +34,7 @@ class RowReader:
         self.windows = windows
         self.epoch = 0
         self._number, self._start, self._row = 0, None, 0
+        self._earlier: list[tuple[int, int]] = []  # (length, rows used) of the earlier lengths in this window
         self._window: PackingWindow | None = None
         self._reader = prefetch
         self._prefetched: tuple[Any, Future[PackingWindow]] | None = (
@@ -63,11 +67,17 @@ class RowReader:
         return [self.next_row() for _ in range(count)][own]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "window": self._number, "start": self._start, "row": self._row}
+        position = {"epoch": self.epoch, "window": self._number, "start": self._start, "row": self._row}
+        return position | {"seq_len": self.windows.seq_len, "earlier": [list(used) for used in self._earlier]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._number, self._row = state["epoch"], state["window"], state["row"]
         self._start, self._window = state["start"], None
+        self._earlier = [(length, used) for length, used in state.get("earlier", ())]
+        length = state.get("seq_len", self.windows.seq_len)
+        if length != self.windows.seq_len:
+            self._earlier.append((length, self._row))
+            self._row = 0
 
     def load_first(self) -> RowReader:
         """Load the first window that has rows, so that bad or empty data raises an error before the first training
@@ -88,11 +98,21 @@ class RowReader:
             self.epoch, self._number = self.epoch + 1, 0
         else:
             self._number += 1
-        self._start, self._row, self._window = after, 0, None
+        self._start, self._row, self._window, self._earlier = after, 0, None, []
 
     def _load(self) -> PackingWindow:
-        """Return the window at the current position, which may have been prefetched, and start prefetching the next
-        one.
+        """Return the window at the current position, without what was used of it in rows of earlier lengths."""
+        window = self._at_position()
+        lengths = [*(length for length, _ in self._earlier), self.windows.seq_len]
+        used = [0, *(rows for _, rows in self._earlier)]
+        if self._earlier:
+            for rows, length in zip(used, lengths, strict=True):
+                window = repacked(self.windows, window, rows, length, self.epoch, self._number)
+        return window
+
+    def _at_position(self) -> PackingWindow:
+        """Return the whole window at the current position, which may have been prefetched, and start prefetching the
+        next one.
         """
         wanted = self.epoch, self._number, self._start
         if self._reader is None:

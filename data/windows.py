@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from data.document import WHOLE, Position, Reading, Share, Source
 from data.errors import BadRecordPolicy
-from data.packing import PackedRows, pack_rows
+from data.packing import PackedRows, pack_rows, repack_rows
 from data.progress import progress
 from data.tokens import Encoded, Encoder, TokenStore, collect
 
@@ -84,18 +84,26 @@ class Stats:
 @dataclass(frozen=True)
 class PackingWindow:
     """Packed and shuffled rows of documents in `store`, and the position where the next window begins (None at the end
-    of the epoch).
+    of the epoch). `documents`: int64, the numbers of these documents in `store` in the order in which they were packed.
     """
 
     store: TokenStore
     rows: PackedRows
     after: Position
+    documents: np.ndarray
 
 
 class Windows(Protocol):
-    """The interface of an object that loads the packing windows of every epoch."""
+    """The interface of an object that loads the packing windows of every epoch.
+
+    stats: statistics of what was loaded. seq_len: number of tokens in a row. seed, share: determine the order of rows
+    (with seed None, rows are not shuffled).
+    """
 
     stats: Stats
+    seq_len: int
+    seed: int | None
+    share: Share
 
     def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
         """Load window `number` of an epoch, which begins at the position where the window before it ended (None for the
@@ -152,7 +160,7 @@ class StoredWindows:
         self.stats.add_rows(rows, self.seq_len)
         rows = PackedRows(documents[rows.document], rows.start, rows.length, rows.offsets)
         after = None if end >= len(self._order) else end
-        return PackingWindow(self.store, _shuffled(rows, self.seed, epoch, number, self.share), after)
+        return PackingWindow(self.store, _shuffled(rows, self.seed, epoch, number, self.share), after, documents)
 
 
 class StreamedWindows:
@@ -162,6 +170,7 @@ class StreamedWindows:
     share: which share of a stream `source` is; shares of one stream are shuffled differently. stats: is updated if
     given, so that several shares can be counted together; in this case all of them must have the same `policy`.
     keep_open: whether files stay open between two windows; if not, every window opens them again at its position.
+    seq_len: number of tokens in a row; None means that of the encoder.
     """
 
     def __init__(
@@ -174,8 +183,10 @@ class StreamedWindows:
         share: Share = WHOLE,
         stats: Stats | None = None,
         keep_open: bool = True,
+        seq_len: int | None = None,
     ):
         self.source, self.encoder, self.policy = source, encoder, policy
+        self.seq_len = encoder.seq_len if seq_len is None else seq_len
         self.window_tokens, self.seed, self.share = window_tokens, seed, share
         self.stats, self.keep_open = Stats() if stats is None else stats, keep_open
         self._reading: Reading = iter(())
@@ -196,16 +207,25 @@ class StreamedWindows:
         if not self.keep_open:
             self._reading, self._reached = iter(()), None
         store = collect(encoded, self.policy)
-        rows = pack_rows(store.lengths, self.encoder.seq_len)
+        rows = pack_rows(store.lengths, self.seq_len)
         self.stats.add_store(store)
-        self.stats.add_rows(rows, self.encoder.seq_len)
-        return PackingWindow(store, _shuffled(rows, self.seed, epoch, number, self.share), reached)
+        self.stats.add_rows(rows, self.seq_len)
+        rows = _shuffled(rows, self.seed, epoch, number, self.share)
+        return PackingWindow(store, rows, reached, np.arange(len(store)))
+
+
+def repacked(
+    windows: Windows, window: PackingWindow, used: int, seq_len: int, epoch: int, number: int
+) -> PackingWindow:
+    """The window `number` of an epoch with its rows from number `used` on packed anew into rows of `seq_len` tokens."""
+    rows = repack_rows(window.rows, used, window.documents, seq_len)
+    return replace(window, rows=_shuffled(rows, windows.seed, epoch, number, windows.share))
 
 
 def whole_split(store: TokenStore, seq_len: int) -> PackingWindow:
     """All documents of a token store as one packing window, not shuffled. A long packing shows its progress."""
     with progress("packing the held-out data", len(store), shared=True) as advance:
-        return PackingWindow(store, pack_rows(store.lengths, seq_len, advance), None)
+        return PackingWindow(store, pack_rows(store.lengths, seq_len, advance), None, np.arange(len(store)))
 
 
 def _shuffled(rows: PackedRows, seed: int | None, epoch: int, number: int, share: Share) -> PackedRows:

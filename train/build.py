@@ -32,7 +32,7 @@ from train.checkpoint.run_state import TrainerState
 from train.config.dspark import DsparkConfig
 from train.config.problems import ConfigError, problem
 from train.config.rl import RlConfig
-from train.config.schema import Config
+from train.config.schema import Config, TaskConfig
 from train.distributed.dense import shard_dense
 from train.distributed.engine import Engine
 from train.distributed.world import World, axis_group, pick_device, settle_precision
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches that this process computes in a step."""
+        """Number of micro-batches that this process computes in a step in rows of ``task.seq_len`` tokens."""
         return self.config.task.per_rank_batch(self.world.row_groups)[1]
 
     def autocast(self) -> torch.autocast:
@@ -108,15 +108,12 @@ class Run:
 
         background: if given, the files are written while training continues.
         """
-        position = self.train_batches.state_dict()
-        if "lanes" in position:  # each rank knows the place in its part of a stream only
-            position = merge_positions(self.world.gather(position))
         return run_state.save(
             self.config.run_dir / "checkpoints",
             state,
             model=self.checkpoint_module,
             optimizer=self.optimizer,
-            data=position,
+            data=self.position(),
             model_config=self.model_config.to_dict(),
             keep=self.config.checkpoint.keep,
             background=background,
@@ -124,13 +121,31 @@ class Run:
 
     def resume(self, folder: Path) -> TrainerState:
         """Restore the run state from ``folder``, a checkpoint of this run, and return the counters."""
-        return run_state.load(
+        positions: list[dict[str, Any]] = []
+        state = run_state.load(
             folder,
             model=self.checkpoint_module,
             optimizer=self.optimizer,
-            set_data=self.train_batches.load_state_dict,
+            set_data=positions.append,
             model_config=self.model_config.to_dict(),
         )
+        self.continue_at(self.config.task.at(state.tokens), positions[0])
+        return state
+
+    def position(self) -> dict[str, Any]:
+        """The position in the training data, for all ranks, which call this together."""
+        position = self.train_batches.state_dict()
+        if "lanes" in position:  # each rank knows the place in its part of a stream only
+            position = merge_positions(self.world.gather(position))
+        return position
+
+    def continue_at(self, task: TaskConfig, position: dict[str, Any]) -> None:
+        """Read the training data from ``position`` on, in rows as ``task`` has them: the task's settings at some number
+        of trained tokens (``TaskConfig.at``). Data in rows of another length are opened anew.
+        """
+        if self.config.task.length_schedule and task.seq_len != self.train_batches.seq_len:
+            self.train_batches, _ = open_data(self.config, task, self.world, self.tokenizer, self.model_config, [])
+        self.train_batches.load_state_dict(position)
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state in this process, once every parameter has had an update."""
@@ -182,7 +197,7 @@ def build(config: Config, world: World | None = None) -> Run:
         check_engram(config.init_from, given, model_config)
     own = config.data.answers == "own"
     if not own:  # read before the model is made, which takes longer to fail
-        train_batches, valid_batches = open_data(config, world, tokenizer, model_config, notes)
+        train_batches, valid_batches = open_data(config, config.task, world, tokenizer, model_config, notes)
     model: Any = make_model(config, model_config, token_map, world)
     if config.checkpoint.export == "released":
         check_packable(model)
@@ -194,7 +209,7 @@ def build(config: Config, world: World | None = None) -> Run:
     if own:
         answered, added = with_own_answers(config, model, tokenizer, world)
         notes += added
-        train_batches, valid_batches = open_data(answered, world, tokenizer, model_config, notes)
+        train_batches, valid_batches = open_data(answered, config.task, world, tokenizer, model_config, notes)
     model.eval()  # train_step switches to training mode and back
     freeze(config, model)
     if world.dense_mesh is not None:
@@ -270,21 +285,25 @@ class NoLoader:
 
 
 def open_data(
-    config: Config, world: World, tokenizer: Tokenizer, model_config: ModelConfig, notes: list[str]
+    config: Config, task: TaskConfig, world: World, tokenizer: Tokenizer, model_config: ModelConfig, notes: list[str]
 ) -> tuple[Any, Any]:
-    """Return the loaders of training and of validation batches. Lines that describe the data are added to ``notes``."""
+    """Return the loaders of training and of validation batches. Lines that describe the data are added to ``notes``.
+
+    task: the task's settings, with the rows of training batches; held-out rows have the length in ``config.task``.
+    """
     if config.rl is not None:
         return NoLoader(), NoLoader()
     train_batches, valid_batches = build_loaders(
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        batch_size=config.task.per_rank_batch(world.row_groups)[0] * world.row_groups,
+        batch_size=task.per_rank_batch(world.row_groups)[0] * world.row_groups,
         seed=config.seed,
         rank=world.row_group,
         world_size=world.row_groups,
         vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
-        step_rows=config.task.global_batch_rows,
+        step_rows=task.global_batch_rows,
+        train_seq_len=task.seq_len,
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     return train_batches, valid_batches

@@ -108,30 +108,41 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    take = over_batches(run, step, run.prepare)
+    take = over_batches(run, state, step, run.prepare, reporter.log)
     repeat(run, state, reporter, take, partial(evaluate, run, say=reporter.log), run.save)
 
 
 def over_batches(
     run: Run,
+    state: TrainerState,
     step: Callable[[list[Batch], float, float], dict[str, Any]],
     prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Callable[[Callable[[], bool]], dict[str, Any] | None]:
     """Return a function for ``repeat`` that reads the micro-batches of this process from ``run.train_batches`` and
-    takes a step on them.
+    takes a step on them. Rows have the length that ``task.length_schedule`` gives for the tokens trained so far.
 
     Args:
+        state: the counters of the run.
         step: ``step(micro_batches, seconds, began)`` takes the step and returns its record; `seconds` is the time spent
             reading the micro-batches, and `began` the time at which reading began.
         prepare: applied to every micro-batch as it is read; its time counts as reading.
+        say: receives a line for the log when rows become longer.
     """
+    given = run.config.task
     batches = iter(run.train_batches)
 
     def take(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         if run.world.any(stopped()):
             return None
-        started = time.perf_counter()
-        read = [prepare(next(batches)) for _ in range(run.micro_batches)]
+        nonlocal batches
+        started, task = time.perf_counter(), given.at(state.tokens)
+        if given.length_schedule and task.seq_len != run.train_batches.seq_len:
+            run.continue_at(task, run.position())
+            batches = iter(run.train_batches)
+            size = task.step_text(run.world.size, run.world.parallel.context.size)
+            say(f"rows of {task.seq_len:,} tokens from step {state.step + 1} on; {size}")
+        read = [prepare(next(batches)) for _ in range(task.per_rank_batch(run.world.row_groups)[1])]
         return step(read, time.perf_counter() - started, started)
 
     return take
@@ -269,6 +280,7 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
         "total_loss": float(numbers["total"]),
         **layer_record(numbers),
         **({"sources": sources} if (sources := run.train_batches.sources(numbers.get("source_counts"))) else {}),
+        **({"seq_len": run.train_batches.seq_len} if run.config.task.length_schedule else {}),
     }
 
 

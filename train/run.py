@@ -127,7 +127,7 @@ def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | N
     """Log the first lines of a run: model size, step size, memory, and the checkpoint that the run continues from."""
     size = sum(whole_size(parameter) for parameter in run.model.parameters())
     reporter.log(f"run {run.config.run_dir}: {size:,} parameters on {run.device.type}, {run.config.parallel.precision}")
-    reporter.log(run.config.task.step_text(run.world.size, run.world.parallel.context.size))
+    reporter.log(run.config.task.at(state.tokens).step_text(run.world.size, run.world.parallel.context.size))
     reporter.log(f"threads of this process: {torch.get_num_threads()} (OMP_NUM_THREADS sets them)")
     for note in run.notes:
         reporter.log(note)

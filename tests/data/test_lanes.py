@@ -62,12 +62,10 @@ def config(folder, source="jsonl", **options):
     return DataConfig(source, [str(folder)], streaming=True, cache_dir=str(folder / ".cache"), **settings)
 
 
-def ranks_of(cfg, tokenizer, count, rows=1):
+def ranks_of(cfg, tokenizer, count, rows=1, length=32):
     """The loaders of `count` ranks, each with `rows` rows of a batch."""
-    return [
-        build_loaders(cfg, tokenizer, seq_len=32, batch_size=count * rows, seed=1, rank=rank, world_size=count)[0]
-        for rank in range(count)
-    ]
+    sizes = {"seq_len": 32, "train_seq_len": length, "batch_size": count * rows, "world_size": count}
+    return [build_loaders(cfg, tokenizer, **sizes, seed=1, rank=rank)[0] for rank in range(count)]
 
 
 KINDS = {
@@ -86,6 +84,7 @@ KINDS = {
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("hub")) for kind in KINDS]
 )
 def test_every_document_is_read_once_an_epoch_by_4_then_2_then_3_ranks(kind, tokenizer, tmp_path, monkeypatch):
+    """The first kind in rows that become longer."""
     if kind.startswith("hub"):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     source, write = KINDS[kind]
@@ -94,7 +93,8 @@ def test_every_document_is_read_once_an_epoch_by_4_then_2_then_3_ranks(kind, tok
     cfg = config(tmp_path / "data", source)
     found, position = {epoch: Counter() for epoch in range(9)}, None
     for count, steps in ((4, 7), (2, 9), (3, None)):
-        ranks = ranks_of(cfg, tokenizer, count)
+        length = {4: 32, 2: 64, 3: 96}[count] if kind == "one file" else 32
+        ranks = ranks_of(cfg, tokenizer, count, length=length)
         for rank in ranks:
             if position is not None:
                 rank.load_state_dict(json.loads(json.dumps(position)))
@@ -175,7 +175,7 @@ def test_old_lanes_are_finished_once_and_counts_are_kept():
          "tokens": {"": 100}, "rows": {"": 5}}
         for epoch, window in ((1, 0), (0, 2), (2, 1))
     ]  # fmt: skip
-    new = deal_anew(old, 2)
+    new = deal_anew(old, 2, 32)
     assert [lane["sources"][""]["epoch"] for lane in new] == [3, 3]
     handed = sorted((e["share"], e["epoch"], e["until"]) for lane in new for e in lane["sources"][""]["inherited"])
     assert handed == [([0, 3], 1, 2), ([1, 3], 0, 2), ([2, 3], 2, 2)]

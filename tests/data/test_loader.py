@@ -176,6 +176,48 @@ def test_a_position_moves_to_another_world_and_batch_size(folder, tokenizer):
     assert torch.equal(torch.cat(rows), torch.cat([batch["input_ids"] for batch in following]))
 
 
+@pytest.mark.parametrize("kind", ["folder", "stream", "mixture"])
+def test_longer_rows_lose_and_repeat_no_token_and_resume_exactly(kind, request, tokenizer):
+    """Rows of 96, then of 192, then of 288 tokens; streams are dealt out to 6, 3 and 2 lanes, the rows of a step."""
+    cfgs = {name: request.getfixturevalue(name) for name in ("folder", "stream") if kind in (name, "mixture")}
+    cfg = next(iter(cfgs.values()))
+    if kind == "mixture":
+        given = {name: {"source": c.source, "paths": c.paths, "streaming": c.streaming} for name, c in cfgs.items()}
+        given = {name: {**part, "weight": 1, "validation_rows": 4} for name, part in given.items()}
+        cfg = DataConfig(mixture=given, cache_dir=cfg.cache_dir, validation_share=0.2, window_tokens=1500)
+
+    def opened(length, position=None):
+        rows = 576 // length
+        loader, valid = loaders(cfg, tokenizer, batch_size=1, step_rows=rows, train_seq_len=length)
+        if position is not None:
+            loader.load_state_dict(json.loads(position))
+        assert loader.seq_len == length and next(iter(valid))["input_ids"].shape[1] == SEQ
+        return loader
+
+    train, lengths, states, batches = opened(SEQ), [SEQ] * 5 + [192] * 4 + [288] * 4, [], []
+    for length in lengths:
+        if length != train.seq_len:
+            train = opened(length, json.dumps(train.state_dict()))
+        states.append(json.dumps(train.state_dict()))
+        batches.append(next(train))
+    assert [batch["input_ids"].shape[1] for batch in batches] == lengths
+    for at in (12, 0, 5, 6, 9, 10):
+        again = opened(lengths[at], states[at])
+        end = at + 1 + lengths[at + 1 :].count(lengths[at])
+        assert same(take(again, end - at), batches[at:end])
+    if kind == "folder":
+        assert json.loads(states[9])["earlier"] == [[96, 5], [192, 4]], "both changes are inside a window"
+        while train.epoch == 0:
+            batches.append(next(train))
+        used = Counter(token for batch in batches[:-1] for token in tokens_of(batch))
+        whole = one_epoch(loaders(cfg, tokenizer, batch_size=1)[0])
+        assert used == Counter(token for batch in whole for token in tokens_of(batch))
+
+
+def tokens_of(batch):
+    return [token for piece in pieces(batch) for token in piece]
+
+
 def test_a_position_of_other_data_or_settings_is_refused_naming_all_of_them(folder, tokenizer):
     state = loaders(folder, tokenizer)[0].state_dict()
     with pytest.raises(ValueError, match="seq_len was 96 .* is 64") as caught:

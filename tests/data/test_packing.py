@@ -3,7 +3,7 @@ import heapq
 import numpy as np
 import pytest
 
-from data.packing import MIN_PIECE, pack_rows
+from data.packing import MIN_PIECE, PackedRows, pack_rows, repack_rows
 
 
 def covered(rows, lengths):
@@ -81,6 +81,25 @@ def test_packing_is_deterministic_and_row_selection_keeps_rows_whole():
         a, b = slice(*chosen.offsets[new : new + 2]), slice(*one.offsets[old : old + 2])
         for name in ("document", "start", "length"):
             assert np.array_equal(getattr(chosen, name)[a], getattr(one, name)[b])
+
+
+def test_repacking_joins_what_is_left():
+    lengths = DISTRIBUTIONS["mixed"](np.random.default_rng(4))
+    documents = np.random.default_rng(5).permutation(len(lengths))
+    short, long = pack_rows(lengths[documents], 128), pack_rows(lengths[documents], 512)
+    short = PackedRows(documents[short.document], short.start, short.length, short.offsets)
+    mixed = short.reordered(np.random.default_rng(6).permutation(len(short)))
+    again = repack_rows(mixed, 0, documents, 512)
+    assert np.array_equal(again.document, documents[long.document])
+    assert all(np.array_equal(getattr(again, name), getattr(long, name)) for name in ("start", "length", "offsets"))
+    used = len(mixed) // 3
+    rest = repack_rows(mixed, used, documents, 512)
+    left = np.zeros((len(lengths), int(lengths.max())), np.int64)
+    for rows, first in ((mixed, mixed.offsets[used]), (rest, 0)):
+        for document, start, length in zip(rows.document[first:], rows.start[first:], rows.length[first:], strict=True):
+            left[document, start : start + length] += 1 if rows is mixed else 2
+    assert set(np.unique(left)) == {0, 3} and len(rest) < len(mixed) - used
+    assert len(repack_rows(mixed, len(mixed), documents, 512)) == 0
 
 
 def fill_gaps_summing_anew(bins, full_rows, seq_len):

@@ -95,6 +95,28 @@ def test_a_renamed_directory_continues_under_its_new_name(
     assert numbers(renamed)[-1] == numbers(whole.run_dir)[-1] and not config.run_dir.exists()
 
 
+@pytest.mark.slow
+def test_longer_rows_begin_and_resume_at_the_same_token(make_config, monkeypatch) -> None:
+    longer = "task.length_schedule=[{tokens: 500, seq_len: 128}, {tokens: 1000, seq_len: 256}]"
+    whole, parts = make_config("name=whole", longer), make_config("name=parts", longer)
+    pretrain.run(whole)
+    for step in (2, 5):  # right before the first change of length, and behind the second one
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            stop_at(step, signal.SIGTERM, patch)
+            pretrain.run(parts)
+    pretrain.run(parts)
+    assert_same_run(whole.run_dir, parts.run_dir)
+    steps = [record for record in numbers(parts.run_dir) if record["kind"] == "train"]
+    assert [record["seq_len"] for record in steps] == [64, 64, 128, 128, 256, 256]
+    told = (parts.run_dir / "train.log").read_text().splitlines()
+    assert "a step: 4 rows = 1 process x 2 micro-batches x 2 rows" in told
+    rows = [line for line in told if line.startswith("rows of ")]
+    assert rows == [
+        "rows of 128 tokens from step 3 on; a step: 2 rows = 1 process x 2 micro-batches x 1 row",
+        "rows of 256 tokens from step 5 on; a step: 1 row = 1 process x 1 micro-batch x 1 row",
+    ]
+
+
 def test_signals_save_first_and_the_run_continues(make_config, whole: Config, monkeypatch) -> None:
     config = make_config("name=parts")
     for step, number in ((1, signal.SIGUSR1), (3, signal.SIGTERM), (4, signal.SIGINT)):

@@ -19,6 +19,7 @@ from train.config.schema import Config, to_dict
 CHANGEABLE = (
     "name",  # the run directory was renamed
     "task.tokens",
+    "task.length_schedule",  # the data loader packs what is not used yet into rows of the new length
     "task.eval_every",
     "task.eval_tasks",
     "task.sample_",

@@ -23,6 +23,7 @@ from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
 from train.config.rollout import ServersConfig
+from train.config.rows import divides_rows, length_rules
 from train.config.schema import Config, Conversion, Evaluation, Merger, OptimConfig, ParallelConfig, TaskConfig
 from train.lora.targets import LORA_TARGETS
 
@@ -54,6 +55,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _plan_rules(config)
     yield from _dpo_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
+    yield from length_rules(config, may_read_windows=not data_problems)
     yield from (({"task.eval_tasks"}, text) for text in eval_problems("task.eval_tasks", config.task.eval_tasks))
     if config.task.eval_tasks and config.task.kind == "dspark":
         rule = "has no effect with task=dspark, which does not change the language model"
@@ -68,19 +70,13 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
-    rows, groups, writes = task.global_batch_rows, parallel.row_groups, task.kind in ("rl", "distill")
+    rows, writes = task.global_batch_rows, task.kind in ("rl", "distill")
     if (rows is None) != writes:
         rule = f"must be null with task={task.kind}" if writes else f"task={task.kind} needs a number of rows"
         remedy = "The responses of a step determine its rows" if writes else "Set the number of rows in a step"
         yield {"task.global_batch_rows", "task.kind"}, problem("task.global_batch_rows", rows, rule, remedy)
-    elif rows is not None and rows % math.lcm(task.micro_batch, groups):
-        divided = " / parallel.context_parallel" if parallel.context_parallel > 1 else ""
-        processes = f"parallel.world_size{divided} = {groups}"
-        rule = f"must be a multiple of task.micro_batch = {task.micro_batch} and of {processes}"
-        keys = {"task.micro_batch", "task.global_batch_rows", "parallel.world_size", "parallel.context_parallel"}
-        multiple = math.lcm(task.micro_batch, groups)
-        remedy = f"The next larger multiple is {-(-rows // multiple) * multiple}"
-        yield keys, problem("task.global_batch_rows", rows, rule, remedy)
+    else:
+        yield from divides_rows(parallel, task)
     yield from _layout_rules(parallel)
     if parallel.context_parallel > 1:
         yield from _context_rules(parallel.context_parallel, task)

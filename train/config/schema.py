@@ -35,6 +35,14 @@ def counted(number: int, noun: str) -> str:
 
 
 @dataclass(config=STRICT, frozen=True)
+class LongerRows:
+    """An entry of ``task.length_schedule``: rows of ``seq_len`` tokens, once ``tokens`` tokens have been trained."""
+
+    tokens: PositiveInt
+    seq_len: Annotated[int, Field(ge=2)]
+
+
+@dataclass(config=STRICT, frozen=True)
 class TaskConfig:
     """The task, the length of the run, the batch size of a step, evaluation, and the sample text at the end.
 
@@ -44,6 +52,10 @@ class TaskConfig:
     kind: Annotated[str, AfterValidator(known_task)]  # name of a task in train/config/tasks.py
     tokens: PositiveInt  # the run ends after the step in which it has trained on this many tokens (without padding)
     seq_len: Annotated[int, Field(ge=2)]  # number of tokens in a packed row
+    # task=pretrain only: longer rows from a number of trained tokens on, as a list of {tokens, seq_len}. The tokens of
+    # a step stay the same: of rows n times as long, a step has n times fewer, and so has a micro-batch, down to one.
+    # Held-out rows keep the length task.seq_len, and a document with images must fit into a row of that length.
+    length_schedule: list[LongerRows]
     micro_batch: PositiveInt  # largest number of rows in one forward pass of a process
     # Rows in one optimizer step over all processes: a multiple of micro_batch. Null for task=rl and task=distill, where
     # the responses of a step determine the number of rows.
@@ -53,6 +65,26 @@ class TaskConfig:
     sample_tokens: NonNegativeInt  # length of the sample text in tokens; 0: no sample
     sample_temperature: NonNegativeFloat  # sampling temperature of the sample text; 0: greedy
     eval_tasks: list[EvalEntry]  # tasks that every evaluation also measures: names, or sections with settings
+
+    def at(self, tokens: int) -> TaskConfig:
+        """Return the task with the length and the numbers of rows that ``length_schedule`` gives after ``tokens``
+        trained tokens, and without a schedule.
+        """
+        reached = [self.seq_len, *(entry.seq_len for entry in self.length_schedule if entry.tokens <= tokens)]
+        return self.with_length(reached[-1])
+
+    def with_length(self, seq_len: int) -> TaskConfig:
+        """Return the task with rows of ``seq_len`` tokens, a multiple of the task's own, and as many tokens in a step,
+        without a schedule.
+        """
+        times, rows = seq_len // self.seq_len, self.global_batch_rows
+        return replace(
+            self,
+            seq_len=seq_len,
+            length_schedule=[],
+            micro_batch=max(1, self.micro_batch // times),
+            global_batch_rows=rows and rows // times,
+        )
 
     def per_rank_batch(self, row_groups: int) -> tuple[int, int]:
         """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and

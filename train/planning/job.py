@@ -96,9 +96,12 @@ def settings(config: Config) -> PlanConfig:
     return config.plan
 
 
-def with_gpu_precision(config: Config) -> Config:
-    """Return the configuration with the value of ``parallel.precision`` that ``auto`` stands for on a current GPU."""
-    return config.with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
+def as_planned(config: Config) -> Config:
+    """Return the configuration that is planned: with the value of ``parallel.precision`` that ``auto`` stands for on a
+    current GPU, and with the longest rows that ``task.length_schedule`` gives until ``task.tokens`` tokens are trained.
+    """
+    task = config.task.at(config.task.tokens - 1)
+    return replace(config, task=task).with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
 
 
 def job_of(config: Config) -> Job:

@@ -10,7 +10,7 @@ from model import DeepseekV41
 from optim.optimizer import STATE_KEYS
 from train.config.schema import Config, ParallelConfig
 from train.planning.items import KINDS, Item, owned, rank_items, update_flops
-from train.planning.job import Job, job_of, settings, with_gpu_precision
+from train.planning.job import Job, as_planned, job_of, settings
 from train.planning.memory import (
     host_bytes,
     micro_batches,
@@ -155,7 +155,7 @@ def plan(config: Config, job: Job | None = None) -> ResourcePlan:
     """Compute the plan for the model, the optimizer, the task sizes and the section ``parallel`` of ``config``.
     ``job``: the result of ``job_of`` for this configuration or one with another layout; None builds the job.
     """
-    config = with_gpu_precision(config)
+    config = as_planned(config)
     job = job or job_of(config)
     found = holdings(replace(config.parallel, context_parallel=1), job, config.optim.settings.sinkhorn.iterations)
     local = tokens_per_pass(config) * micro_batches(config)

@@ -54,7 +54,7 @@ def make_reference(run: Run) -> Reference:
 
 def train(run: Run, reference: Reference, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
-    take = over_batches(run, partial(step, run, reference, state))
+    take = over_batches(run, state, partial(step, run, reference, state))
     repeat(run, state, reporter, take, partial(evaluate, run, reference), run.save)
 
 

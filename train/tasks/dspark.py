@@ -40,7 +40,7 @@ def run(config: Config) -> None:
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until the end of the run; see ``train.loop.repeat``."""
-    repeat(run, state, reporter, over_batches(run, partial(step, run, state)), partial(evaluate, run), run.save)
+    repeat(run, state, reporter, over_batches(run, state, partial(step, run, state)), partial(evaluate, run), run.save)
 
 
 def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:

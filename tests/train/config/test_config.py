@@ -422,6 +422,43 @@ def test_rows_that_cannot_be_split_over_processes_are_refused(compose_raw, chang
     assert line.startswith(f"{key} = "), line
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["task.length_schedule=[{tokens: 9, seq_len: 64}]"], "needs more tokens and longer rows than before"),
+        (["task.length_schedule=[{tokens: 9, seq_len: 96}]"], "n times task.seq_len = 64 for an n that divides"),
+        (["task.length_schedule=[{tokens: 9, seq_len: 512}]"], "a step keeps its 256 tokens"),
+        (
+            ["task.length_schedule=[{tokens: 9, seq_len: 256}]", "parallel.world_size=2"],
+            r"task.global_batch_rows = 1: in rows of 256 tokens \(task.length_schedule\) must be a multiple of",
+        ),
+        (["task.length_schedule=[{tokens: 9, seq_len: 128}]", "data.window_tokens=500"], "data.window_tokens of at"),
+        (
+            ["task.length_schedule=[{tokens: 9, seq_len: 128}]", "model.text_config.max_position_embeddings=100"],
+            "is longer than model.text_config.max_position_embeddings = 100",
+        ),
+        (["task.length_schedule=[{tokens: 9, seq_len: 128}]", "task.kind=sft"], "task=sft has rows of one length"),
+    ],
+)
+def test_lengths_of_rows_that_do_not_fit_are_refused(make_config, changes: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_config(*changes)
+
+
+def test_an_adapter_may_have_a_schedule_of_lengths(make_config, tmp_path: Path) -> None:
+    """The length of rows has nothing to do with which weights are trained; only the missing checkpoint is refused."""
+    with pytest.raises(ConfigError) as refused:
+        make_config("lora=all", "optim=adamw", "task.length_schedule=[{tokens: 9, seq_len: 128}]")
+    assert "length_schedule" not in str(refused.value) and "init_from" in str(refused.value)
+
+
+def test_longer_rows_keep_the_tokens_of_a_step(make_config) -> None:
+    task = make_config("task.length_schedule=[{tokens: 500, seq_len: 128}, {tokens: 900, seq_len: 256}]").task
+    found = [(now.seq_len, now.global_batch_rows, now.micro_batch) for now in map(task.at, (0, 499, 500, 899, 900))]
+    assert found == [(64, 4, 2), (64, 4, 2), (128, 2, 1), (128, 2, 1), (256, 1, 1)]
+    assert not task.at(500).length_schedule
+
+
 def test_a_key_that_is_none_any_more_is_left_out_and_told(make_config) -> None:
     saved = to_dict(make_config())
     saved["past"], saved["task"]["old"] = {"setting": 1}, "x"

@@ -8,7 +8,8 @@ import pytest
 
 from model import ModelConfig
 from train.config.parse import parse
-from train.config.schema import Config
+from train.config.resume import CHANGEABLE, differences
+from train.config.schema import Config, to_dict
 from train.planning.resources import GIB, ResourcePlan, plan
 from train.planning.verdict import verdict
 
@@ -57,6 +58,15 @@ def test_the_reports_runs_have_its_values(compose_raw: Callable, name: str, unti
     assert (settings.sinkhorn.momentum, settings.sinkhorn.iterations, settings.sinkhorn.tau) == (0.95, 11, 1e-3)
     assert (settings.adamw.beta1, settings.adamw.beta2, settings.adamw.eps) == (0.9, 0.95, 1e-20)
     assert config.runtime.kv_quant and config.runtime.candidate_pool and config.runtime.recompute
+
+
+def test_the_reports_last_part_continues_its_first_in_longer_rows(compose_raw: Callable) -> None:
+    first, last = (parse(compose_raw(f"experiment={name}", "data.tokenizer=x")) for name in ("report_64k", "report_1m"))
+    assert first.run_dir == last.run_dir and first.task.length_schedule == last.task.length_schedule
+    changed = {key for key, *_ in differences(to_dict(first), last)}
+    assert all(key.startswith(CHANGEABLE) for key in changed), changed
+    assert (first.task.at(34 * T - 1).seq_len, first.task.at(34 * T - 1).global_batch_rows) == (65_536, 1536)
+    assert (last.task.at(34 * T).seq_len, last.task.at(34 * T).global_batch_rows) == (1_048_576, 96)
 
 
 def released(compose_raw: Callable) -> dict:
