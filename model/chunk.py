@@ -28,8 +28,7 @@ def chunk_of(
 ) -> SequenceLayout:
     """Returns the layout of this rank's chunk. The tokens of `layout` are cut into consecutive chunks whose sizes
     differ by at most one token, one chunk for each rank; if there are fewer tokens than ranks, the last ranks get empty
-    chunks. The returned layout shares no memory with the layout of all tokens, except the document lengths and the two
-    index tensors of `GatherPlan`.
+    chunks. The returned layout shares no memory with the layout of all tokens, except the document lengths.
 
     takes_feature: bool [B, S], marks the tokens whose embedding is an image feature; None if there is no image.
     """
@@ -57,54 +56,38 @@ def chunk_of(
         image=None if layout.image is None else layout.image[own].clone(),
         phasors=layout.phasors[own].clone(),
         phasors_yarn=layout.phasors_yarn[own].clone(),
-        entries={
-            ratio: _own_entries(entries, layout.document_lengths, cuts, ranks.rank)
-            for ratio, entries in layout.entries.items()
-        },
+        entries={ratio: _own_entries(entries, cuts, ranks.rank) for ratio, entries in layout.entries.items()},
         chunk=chunk,
     ).to(device)
 
 
-def _own_entries(entries: Entries, document_lengths: Tensor, cuts: Tensor, rank: int) -> Entries:
-    """Returns the `Entries` of this rank's chunk. Each entry is computed by the rank whose chunk contains the entry's
-    last token.
+def _own_entries(entries: Entries, cuts: Tensor, rank: int) -> Entries:
+    """Returns the `Entries` of this rank's chunk. Each slot is computed by the rank whose chunk contains the last token
+    of the slot's group, so a rank's slots are consecutive.
     """
-    ranks, start, stop = len(cuts) - 1, int(cuts[rank]), int(cuts[rank + 1])
-    used = _used_slots(entries, document_lengths)
-    first, last = entries.members[used, 0], entries.members[used, -1]
-    owner = torch.searchsorted(cuts, last, right=True) - 1
-    counts = owner.bincount(minlength=ranks)
-    begins = counts.cumsum(0) - counts  # index of each rank's first entry among the used slots
-    capacity = max(1, int(counts.max()))
-    row = owner * capacity + torch.arange(len(used)) - begins[owner]
-    place = torch.zeros(entries.slots, dtype=torch.int64).index_copy(0, used, row)
-    slot = torch.full((ranks * capacity,), -1).index_copy(0, row, used)
-    # an entry's first token may lie before the chunk; every rank computes the first needed token of all ranks
+    start, stop = int(cuts[rank]), int(cuts[rank + 1])
+    begins = torch.searchsorted(entries.members[:, -1].contiguous(), cuts)  # each rank's first slot
+    plan = GatherPlan(tuple(begins.diff().tolist()))
+    # a slot's first token may lie before the chunk; every rank computes the first needed token of all ranks
     needed_from = cuts[:-1].clone()
-    has = counts > 0
-    needed_from[has] = needed_from[has].minimum(first[begins[has]])
+    has = begins.diff() > 0
+    needed_from[has] = needed_from[has].minimum(entries.members[begins[:-1][has], 0])
     halo = _halo(needed_from, cuts, rank)
-    own = slot[rank * capacity : (rank + 1) * capacity]
-    members = torch.where(own[:, None] < 0, 0, entries.members[own] - (start - halo.tokens))
+    # behind the rank's slots, the index runs on into those of other ranks, for rows without meaning
+    own = (int(begins[rank]) + torch.arange(plan.capacity)).clamp(max=entries.slots - 1)
+    unused = torch.arange(plan.capacity) >= plan.sizes[rank]
+    members = (entries.members[own] - (start - halo.tokens)).masked_fill(unused[:, None], 0)
     return replace(
         entries,
         members=members,
-        phasors=entries.phasors[own.clamp(min=0)],
+        phasors=entries.phasors[own],
         visible_from=entries.visible_from[start:stop].clone(),
         visible_to=entries.visible_to[start:stop].clone(),
         host_from=entries.host_from[start:stop].copy(),
         host_to=entries.host_to[start:stop].copy(),
         halo=halo,
-        gathered=GatherPlan(capacity, place, slot),
+        gathered=plan,
     )
-
-
-def _used_slots(entries: Entries, document_lengths: Tensor) -> Tensor:
-    """Returns the indices of the slots that hold an entry, as int64 in ascending order."""
-    count = document_lengths // entries.ratio
-    slot_start = entries.visible_from[document_lengths.cumsum(0) - document_lengths]
-    begins = count.cumsum(0) - count
-    return torch.repeat_interleave(slot_start - begins, count) + torch.arange(int(count.sum()))
 
 
 def _halo(needed_from: Tensor, cuts: Tensor, rank: int) -> HaloPlan:

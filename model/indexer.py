@@ -119,18 +119,25 @@ def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk
         first = visible[0][:, None] if entries.own else low
         top = peaks.topk(min(topk, blocks), dim=-1)
         best = (top.indices + first // block).masked_fill_(top.values == float("-inf"), -1).to(torch.int32)
-        yield rows, first, peaks, _best_of_blocks(*asked, best, visible[1], topk, block)
+        yield rows, first, peaks, _best_of_blocks(*asked, best, *visible, topk, block)
 
 
 def _best_of_blocks(
-    q: Tensor, weights: Tensor, keys: Tensor, blocks: Tensor, visible_to: Tensor, topk: int, block: int
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    blocks: Tensor,
+    visible_from: Tensor,
+    visible_to: Tensor,
+    topk: int,
+    block: int,
 ) -> Tensor:
     """Find, by a Triton kernel, the slots int32 [C, min(topk, M * block)] of the best entries in each query's blocks
     int32 [C, M].
     """
     from model.kernels.indexer import candidate_scores
 
-    scores = candidate_scores(q, weights, keys, blocks, visible_to, block, TIE_BREAK)
+    scores = candidate_scores(q, weights, keys, blocks, visible_from, visible_to, block, TIE_BREAK)
     best = scores.topk(min(topk, scores.shape[1]), dim=-1)
     slots = blocks.gather(1, best.indices // block) * block + best.indices % block
     return slots.masked_fill_(best.values == float("-inf"), -1).to(torch.int32)
@@ -184,8 +191,9 @@ def select_from_candidates(
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         if kernels:
-            asked = query.q[rows], query.weights[rows], keys, candidates[rows], entries.visible_to[rows]
-            found = _best_of_blocks(*asked, topk, block)
+            visible = entries.visible_from[rows], entries.visible_to[rows]
+            asked = query.q[rows], query.weights[rows], keys, candidates[rows]
+            found = _best_of_blocks(*asked, *visible, topk, block)
             topk_indices[rows, : found.shape[1]] = found
             continue
         slots = (candidates[rows, :, None].clamp(min=0) * block + within).flatten(1)
@@ -194,7 +202,8 @@ def select_from_candidates(
         allowed = (candidates[rows, :, None] >= 0).expand(-1, -1, block).flatten(1) & (
             slots < entries.visible_to[rows, None]
         )
-        scores.add_(slots * TIE_BREAK).masked_fill_(~allowed, float("-inf"))
+        # fp32 tells slots apart up to 2^24, so they are counted from the query's first one
+        scores.add_((slots - entries.visible_from[rows, None]) * TIE_BREAK).masked_fill_(~allowed, float("-inf"))
         best = scores.topk(min(topk, scores.shape[1]), dim=-1)
         found = slots.gather(1, best.indices).masked_fill_(best.values == float("-inf"), -1)
         topk_indices[rows, : found.shape[1]] = found

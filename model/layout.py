@@ -33,7 +33,7 @@ class Entries:
     sees are always one range of slots.
 
     Under context parallelism (see `Chunk`), slots count the entries of all tokens, but `members` and `phasors` list
-    only the `gathered.capacity` entries that this rank computes, whose last token is in its chunk.
+    only the slots that this rank computes, whose last token is in its chunk, filled up to `gathered.capacity` rows.
     """
 
     ratio: int
@@ -52,7 +52,15 @@ class Entries:
         None  # slots per query if each query has its own range of slots; query t's range begins at slot t*own
     )
     halo: HaloPlan | None = None  # for a chunk: rows of earlier tokens whose compression group ends in the chunk
-    gathered: GatherPlan | None = None  # for a chunk: the slots of the entries that each rank computes
+    gathered: GatherPlan | None = None  # for a chunk: how many slots each rank computes
+
+    def __post_init__(self) -> None:
+        """Refuse more slots than the int32 numbers of selected entries can count."""
+        if self.slots >= 2**31:
+            raise ValueError(
+                f"the batch has {self.slots:,} entry slots with compression ratio {self.ratio}, but slots are numbered "
+                f"in int32, below {2**31:,}; use fewer or shorter sequences in a batch"
+            )
 
     def to(self, device: torch.device) -> Entries:
         """The same on another device; from pinned memory without waiting."""
@@ -145,7 +153,7 @@ class SequenceLayout:
         return x.reshape(self.rows, self.row_length, *x.shape[1:])
 
 
-Placed = TypeVar("Placed", bound=Entries | Chunk | SequenceLayout | HaloPlan | GatherPlan)
+Placed = TypeVar("Placed", bound=Entries | Chunk | SequenceLayout | HaloPlan)
 
 
 def _moved(value: Placed, device: torch.device) -> Placed:
@@ -154,7 +162,7 @@ def _moved(value: Placed, device: torch.device) -> Placed:
         held = getattr(value, field.name)
         if isinstance(held, Tensor):
             moved[field.name] = held.to(device, non_blocking=True)
-        elif isinstance(held, Chunk | HaloPlan | GatherPlan):
+        elif isinstance(held, Chunk | HaloPlan):
             moved[field.name] = _moved(held, device)
     return replace(value, **moved)
 

@@ -60,10 +60,18 @@ def block_peaks(
 
 @operator("index_candidate_scores")
 def candidate_scores(
-    q: Tensor, weights: Tensor, keys: Tensor, candidates: Tensor, visible_to: Tensor, block: int, tie_break: float
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    candidates: Tensor,
+    visible_from: Tensor,
+    visible_to: Tensor,
+    block: int,
+    tie_break: float,
 ) -> Tensor:
     """Compute the scores fp32 [C, M * block] of the entries in each query's blocks int32 [C, M] (-1: no block); the
-    score of an invisible entry is -inf.
+    score of an invisible entry is -inf. A query's blocks have no entry before its visible_from, int64 [C], from which
+    entries are counted for the tie-break.
     """
     queries, heads, dim = q.shape
     count = candidates.shape[1]
@@ -71,7 +79,7 @@ def candidate_scores(
     launch(
         _candidates_kernel,
         (queries,),
-        *(q, weights, keys, candidates, visible_to, scores, count, tie_break),
+        *(q, weights, keys, candidates, visible_from, visible_to, scores, count, tie_break),
         HEADS=heads,
         HEADS_TILE=padded(heads, 16),
         DIM=dim,
@@ -235,6 +243,7 @@ def _candidates_kernel(
     weights,
     keys,
     candidates,
+    visible_from,
     visible_to,
     scores,
     count,
@@ -250,7 +259,7 @@ def _candidates_kernel(
     head = tl.arange(0, HEADS_TILE)
     query = _load_rows(q, asking * HEADS + head, head < HEADS, DIM, DIM_TILE)
     weight = tl.load(weights + asking * HEADS + head, mask=head < HEADS, other=0.0)[None, :]
-    stop = tl.load(visible_to + asking)
+    start, stop = tl.load(visible_from + asking), tl.load(visible_to + asking)
     for at in range(0, count * BLOCK, SLOTS_TILE):
         place = at + tl.arange(0, SLOTS_TILE)
         inside = place < count * BLOCK
@@ -259,7 +268,7 @@ def _candidates_kernel(
         seen = (owner >= 0) & (slot < stop)
         tile = _load_rows(keys, slot, seen, DIM, DIM_TILE)
         dots = tl.dot(tile, tl.trans(query), input_precision="ieee")
-        score = tl.sum(tl.maximum(dots, 0.0) * weight, 1) + slot.to(tl.float32) * tie_break
+        score = tl.sum(tl.maximum(dots, 0.0) * weight, 1) + (slot - start).to(tl.float32) * tie_break
         tl.store(scores + asking * count * BLOCK + place, tl.where(seen, score, float("-inf")), mask=inside)
 
 

@@ -125,7 +125,7 @@ def _indexer(c: TextConfig, tokens: int) -> None:
     visible = _meta(tokens, dtype=torch.int64)
     indexer.block_peaks(*asked(tokens), visible, visible, 0, tokens // block, block, False, 0.0)
     candidates = _meta(part, c.candidate_topk_blocks, dtype=torch.int32)
-    indexer.candidate_scores(*asked(part), candidates, visible, block, 0.0)
+    indexer.candidate_scores(*asked(part), candidates, visible, visible, block, 0.0)
     chosen, mass = _meta(tokens, c.index_topk, dtype=torch.int32), _fp32(tokens, c.index_topk)
     for deterministic in (False, True):
         indexer._loss(*asked(tokens), chosen, mass, _meta(tokens, dtype=torch.bool), True, deterministic)

@@ -42,17 +42,30 @@ class HaloPlan:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Says in which slot of the whole layout each compressed entry is placed. Each rank computes the entries whose last
-    token is in its chunk.
+    """Says how many of the slots each rank computes. A rank computes consecutive slots, and the slots of all ranks in
+    their order are the N slots of the whole layout.
 
-    Each rank contributes `capacity` rows, which may include unused rows. place: int64 [N], for each slot the index of
-    its row in the concatenated rows of all ranks (0 for unused slots). slot: int64 [ranks * capacity], for each of the
-    concatenated rows the index of its slot, -1 for rows without an entry.
+    sizes: for every rank, the number of its slots.
     """
 
-    capacity: int
-    place: Tensor
-    slot: Tensor
+    sizes: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that every rank sends: its slots, and rows without meaning up to the largest number."""
+        return max(1, *self.sizes)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Returns the slots [N, ...], given the rows [ranks * capacity, ...] of all ranks."""
+        parts = rows.split(self.capacity)
+        return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
+
+    def divide(self, slots: Tensor) -> Tensor:
+        """The inverse of `join`, with zeros in rows without meaning."""
+        rows = slots.new_zeros(len(self.sizes), self.capacity, *slots.shape[1:])
+        for own, part in zip(rows, slots.split(self.sizes), strict=True):
+            own[: len(part)] = part
+        return rows.flatten(0, 1)
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
@@ -81,15 +94,13 @@ class _GatherSlots(torch.autograd.Function):
         rows = torch.cat([kv, keys], dim=1)
         found = rows.new_empty(ranks.size * plan.capacity, rows.shape[1])
         dist.all_gather_single(found, rows, group=ranks.group)
-        parts = (part.index_select(0, plan.place) for part in found.split(ctx.widths, dim=1))
-        return tuple(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True))
+        parts = plan.join(found).split(ctx.widths, dim=1)
+        return tuple(part.to(dtype).contiguous() for part, dtype in zip(parts, ctx.types, strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         plan, ranks = ctx.plan, ctx.ranks
-        held = plan.slot.clamp(min=0)
-        rows = torch.cat([grad.index_select(0, held).float() for grad in grads], dim=1)
-        rows.masked_fill_((plan.slot < 0)[:, None], 0.0)
+        rows = plan.divide(torch.cat([grad.float() for grad in grads], dim=1))
         own = rows.new_empty(plan.capacity, rows.shape[1])
         dist.reduce_scatter_single(own, rows, group=ranks.group)
         parts = own.split(ctx.widths, dim=1)

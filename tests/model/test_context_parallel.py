@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from torch import Tensor
 import model.attention
 import model.moe
 from model import DeepseekV41, ForwardOptions, LossDenominators, LossWeights, load_pretrained
-from model.layout import SequenceLayout
+from model.chunk import chunk_of
+from model.layout import SequenceLayout, build_layout
 from model.parallel import context
 from model.parallel.context import HaloPlan
 from model.parallel.ranks import Parallel, RankGroup
@@ -323,3 +326,30 @@ def test_a_wrong_number_of_image_tokens_is_refused_in_a_chunk() -> None:
     layout = built.lay_out(batch["input_ids"], vision_token_types=types)
     with pytest.raises(ValueError, match="the batch has 3 IMAGE tokens, but its images give 2"):
         built.run_backbone(batch["input_ids"], layout, batch["pixel_values"], batch["image_grid_hws"], types)
+
+
+def held_bytes(value: Any, found: dict[int, int]) -> dict[int, int]:
+    """Bytes of every storage that the tensors and arrays of a layout keep in memory, by address."""
+    if isinstance(value, Tensor):
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    elif isinstance(value, np.ndarray):
+        found[value.__array_interface__["data"][0]] = (value if value.base is None else value.base).nbytes
+    elif isinstance(value, dict):
+        for part in value.values():
+            held_bytes(part, found)
+    elif is_dataclass(value):
+        for field in fields(value):
+            held_bytes(getattr(value, field.name), found)
+    return found
+
+
+def test_a_rank_keeps_only_its_part_of_a_rows_layout() -> None:
+    """The layout of all tokens has 192 bytes a token here, a rank's chunk 240: 48 more for the positions in the batch,
+    a second window start and the host's ranges of slots, which the layout of all tokens leaves out or shares.
+    """
+    config, length, ranks = tiny_model(ForwardOptions()).config.text, 2**14, 16
+    whole = build_layout(config, tokens(1, length, seed=1))
+    assert sum(held_bytes(whole, {}).values()) == pytest.approx(192 * length, abs=1024)
+    for rank in range(ranks):
+        own = chunk_of(whole, config, RankGroup(None, rank, ranks))
+        assert sum(held_bytes(own, {}).values()) == pytest.approx(240 * length / ranks, abs=1024)

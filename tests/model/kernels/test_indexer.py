@@ -50,7 +50,8 @@ def test_candidate_scores(device: str) -> None:
     slots = (candidates[:, :, None].clamp(min=0) * BLOCK + torch.arange(BLOCK)).flatten(1).long()
     seen = (candidates >= 0).repeat_interleave(BLOCK, 1) & (slots < visible_to[:, None])
     expected = scores_of(q, weights, keys).gather(1, slots).masked_fill(~seen, NONE)
-    moved = [x.to(device) for x in (q, weights, keys, candidates, visible_to)]
+    visible_from = torch.zeros_like(visible_to)
+    moved = [x.to(device) for x in (q, weights, keys, candidates, visible_from, visible_to)]
     ours = fast.candidate_scores(*moved, BLOCK, 0.0).cpu()
     assert torch.equal(ours.isinf(), expected.isinf())
     close(ours.clamp(min=-1e9), expected.clamp(min=-1e9), 1e-5)
