@@ -108,7 +108,7 @@ def test_longer_rows_begin_and_resume_at_the_same_token(make_config, monkeypatch
     assert_same_run(whole.run_dir, parts.run_dir)
     steps = [record for record in numbers(parts.run_dir) if record["kind"] == "train"]
     assert [record["seq_len"] for record in steps] == [64, 64, 128, 128, 256, 256]
-    told = (parts.run_dir / "train.log").read_text().splitlines()
+    told = (whole.run_dir / "train.log").read_text().splitlines()
     assert "a step: 4 rows = 1 process x 2 micro-batches x 2 rows" in told
     rows = [line for line in told if line.startswith("rows of ")]
     assert rows == [
