@@ -8,9 +8,11 @@ own rows (`data/lanes.py`). In both cases a global batch has the same rows on an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,16 @@ from data.progress import progress
 from data.rows import MixedRows, MixedStats, RowReader
 from data.tokenizer import SpecialIds
 from data.windows import PackingWindow, Stats, random_stream
+
+Finished = TypeVar("Finished")
+
+
+class _Place(NamedTuple):
+    """A place in the training data: its position, and what `sources` and `counts` return there."""
+
+    position: dict[str, Any]
+    progress: dict[str, dict[str, float]]
+    counts: torch.Tensor | None
 
 
 class TrainLoader:
@@ -44,6 +56,7 @@ class TrainLoader:
         self.rows, self.collator, self.fingerprint = rows, collator, fingerprint
         self.batch_size, self.per_rank_batch = batch_size, batch_size // world_size
         self.rank = rank
+        self._handed_out: _Place | None = None  # while `ahead` is used: the place behind the batch yielded last
 
     @property
     def epoch(self) -> int:
@@ -63,17 +76,16 @@ class TrainLoader:
 
         counts: the sum of `counts` over all ranks. None: what this rank knows, which is all if `counts` is None.
         """
-        if isinstance(self.rows, LaneRows):
-            return self.rows.progress(None if counts is None else counts.numpy(force=True))
-        return self.rows.progress() if isinstance(self.rows, MixedRows) else {}
+        if counts is not None and isinstance(self.rows, LaneRows):
+            return self.rows.progress(counts.numpy(force=True))
+        return self._place().progress
 
     def counts(self) -> torch.Tensor | None:
         """What this rank has used of each source of a mixture, float64 [sources, 4] (see `LaneRows.counts`), to be
         summed over ranks; None if there is no mixture, or if all ranks count the same rows.
         """
-        if isinstance(self.rows, LaneRows) and self.rows.progress():
-            return torch.from_numpy(self.rows.counts())
-        return None
+        counts = self._place().counts
+        return None if counts is None else counts.clone()  # collectives change a tensor in place
 
     def __iter__(self) -> TrainLoader:
         return self
@@ -83,12 +95,44 @@ class TrainLoader:
         own = slice(first, first + self.per_rank_batch)
         return self.collator.collate(self.rows.next_rows(self.batch_size, own))
 
+    def ahead(self, finish: Callable[[Batch], Finished], depth: int) -> Generator[Finished, None, None]:
+        """Yield `finish(batch)` for each of the next batches. A background thread reads and finishes up to `depth`
+        batches ahead, so that packing, decoding of images and `finish` run beside training. An error of the thread is
+        raised in place of its batch.
+
+        The position that `state_dict` saves and the numbers of `sources` are those of the batch that was yielded last.
+        Until the generator is closed, the loader must not be used otherwise.
+        """
+        self._handed_out = self._now()
+
+        def read() -> tuple[Finished, _Place]:
+            return finish(next(self)), self._now()
+
+        thread = ThreadPoolExecutor(1, "batches")
+        try:
+            pending = deque(thread.submit(read) for _ in range(depth))
+            while True:
+                batch, self._handed_out = pending.popleft().result()
+                pending.append(thread.submit(read))
+                yield batch
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _place(self) -> _Place:
+        return self._handed_out or self._now()
+
+    def _now(self) -> _Place:
+        """The place behind the rows that were read last."""
+        progress = self.rows.progress() if isinstance(self.rows, LaneRows | MixedRows) else {}
+        counts = torch.from_numpy(self.rows.counts()) if isinstance(self.rows, LaneRows) and progress else None
+        return _Place(self.rows.state_dict(), progress, counts)
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data as JSON-compatible values, which `merge_positions` completes if there are
         several ranks. A saved position remains valid if the batch size, the length of rows (`train_seq_len` of
         `build_loaders`) or the number of ranks changes.
         """
-        return self.rows.state_dict() | {"fingerprint": dict(self.fingerprint)}
+        return self._place().position | {"fingerprint": dict(self.fingerprint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position, so that the next batch is the one that followed when it was saved.
@@ -105,6 +149,7 @@ class TrainLoader:
         if changed:
             raise ValueError("\n".join(changed))
         self.rows.load_state_dict(state)
+        self._handed_out = None
 
 
 def merge_positions(states: list[dict[str, Any]]) -> dict[str, Any]:

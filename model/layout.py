@@ -11,6 +11,7 @@ In shapes, T is the number of tokens in the layout and N the number of entry slo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -62,10 +63,6 @@ class Entries:
                 f"in int32, below {2**31:,}; use fewer or shorter sequences in a batch"
             )
 
-    def to(self, device: torch.device) -> Entries:
-        """The same on another device; from pinned memory without waiting."""
-        return _moved(self, device)
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -113,8 +110,11 @@ class SequenceLayout:
 
     def to(self, device: torch.device) -> SequenceLayout:
         """The same on another device; from pinned memory without waiting."""
-        entries = {ratio: entries.to(device) for ratio, entries in self.entries.items()}
-        return replace(_moved(self, device), entries=entries)
+        return _with_tensors(self, lambda x: x.to(device, non_blocking=True))
+
+    def pinned(self) -> SequenceLayout:
+        """The same in pinned memory, from which a GPU can copy without making the host wait."""
+        return _with_tensors(self, Tensor.pin_memory)
 
     def flatten(self, x: Tensor) -> Tensor:
         """Flatten [B, S, ...] to the non-padding tokens [T, ...]."""
@@ -156,15 +156,18 @@ class SequenceLayout:
 Placed = TypeVar("Placed", bound=Entries | Chunk | SequenceLayout | HaloPlan)
 
 
-def _moved(value: Placed, device: torch.device) -> Placed:
-    moved: dict[str, Any] = {}
+def _with_tensors(value: Placed, change: Callable[[Tensor], Tensor]) -> Placed:
+    """The same with `change(x)` in place of each tensor x."""
+    changed: dict[str, Any] = {}
     for field in fields(value):
         held = getattr(value, field.name)
         if isinstance(held, Tensor):
-            moved[field.name] = held.to(device, non_blocking=True)
-        elif isinstance(held, Chunk | HaloPlan):
-            moved[field.name] = _moved(held, device)
-    return replace(value, **moved)
+            changed[field.name] = change(held)
+        elif isinstance(held, Entries | Chunk | HaloPlan):
+            changed[field.name] = _with_tensors(held, change)
+        elif isinstance(held, dict):
+            changed[field.name] = {key: _with_tensors(one, change) for key, one in held.items()}
+    return replace(value, **changed)
 
 
 def build_layout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,18 @@ class Run:
         """Return a context in which the model computes in bf16 if ``parallel.precision`` is bf16; weights stay fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.parallel.precision == "bf16")
 
-    def to_device(self, batch: Batch) -> Batch:
-        """Copy the tensors of a batch to the model's device."""
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+    def to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the tensors of a batch, and its sequence layout if it has one, to the model's device; from pinned memory
+        without waiting.
+        """
+        return {
+            name: value.to(self.device, non_blocking=True)
+            if isinstance(value, torch.Tensor)
+            else value.to(self.device)
+            if name == "layout"
+            else value
+            for name, value in batch.items()
+        }
 
     @property
     def rl(self) -> RlConfig:
@@ -92,9 +102,20 @@ class Run:
         assert self.config.dspark is not None
         return self.config.dspark
 
-    def prepare(self, batch: Batch) -> dict[str, Any]:
-        """Check a CPU batch, compute its sequence layout (``layout``) and move both to the model's device."""
-        return {**self.to_device(batch), "layout": self.model.lay_out(**batch).to(self.device)}
+    def lay_out(self, batch: Batch) -> dict[str, Any]:
+        """Check a CPU batch and add its sequence layout (``layout``). For a model on a GPU, the result is in pinned
+        memory. A background thread may call this.
+        """
+        layout = self.model.lay_out(**batch)
+        if self.device.type != "cuda":
+            return {**batch, "layout": layout}
+        return {**{name: tensor.pin_memory() for name, tensor in batch.items()}, "layout": layout.pinned()}
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Move a CPU batch and its sequence layout to the model's device; see ``lay_out``, which is called if the batch
+        has no layout yet.
+        """
+        return self.to_device(batch if "layout" in batch else self.lay_out(dict(batch)))
 
     def source_counts(self) -> torch.Tensor | None:
         """What this rank has used of each source of a mixture, float64 [sources, 4], to be summed over all ranks; None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,8 @@ def train_step(
     the same on every rank.
 
     Args:
-        batches: the micro-batches of this rank; their number must be the same on every rank.
+        batches: the micro-batches of this rank; their number must be the same on every rank. Those that are still on
+            the CPU are moved to the model's device one at a time.
         step, tokens: number of steps and of tokens trained before this step; the schedule depends on them.
         losses_of: computes the losses of one micro-batch from the batch and the step's loss denominators; None means
             ``model.losses``.
@@ -64,13 +65,13 @@ def train_step(
     optimizer.set_lr(lr, optim.schedule.factors(tokens))
     is_real = [number < len(batches) - dummy_batches for number in range(len(batches))]
     each = [model.loss_denominators(**batch) for batch in batches]
-    counted = sum(own.to_tensor() * real for own, real in zip(each, is_real, strict=True))
-    denominators = type(each[0]).from_tensor(world.sum_(counted))
+    counted = torch.stack([own.to_tensor() * real for own, real in zip(each, is_real, strict=True)]).sum(0)
+    denominators = type(each[0]).from_tensor(world.sum_(counted.to(run.device)))
     sums: dict[str, torch.Tensor] = {}
     model.train()  # LoRA adapters may have dropout
     for number, (batch, real) in enumerate(zip(batches, is_real, strict=True), start=1):
         with run.autocast():
-            losses = losses_of(batch, denominators)
+            losses = losses_of(run.to_device(batch), denominators)
         run.engine.backward(losses.total * real, last=number == len(batches))
         for name, value in _loss_sums(losses).items():
             sums[name] = sums.get(name, 0) + value * real
@@ -108,41 +109,47 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
         numbers = train_step(run, micro_batches, state.step, state.tokens)
         return _advance(run, state, numbers, waited, started)
 
-    take = over_batches(run, state, step, run.prepare, reporter.log)
+    take = over_batches(run, state, step, reporter.log)
     repeat(run, state, reporter, take, partial(evaluate, run, say=reporter.log), run.save)
 
 
 def over_batches(
     run: Run,
     state: TrainerState,
-    step: Callable[[list[Batch], float, float], dict[str, Any]],
-    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    step: Callable[[list[dict[str, Any]], float, float], dict[str, Any]],
     say: Callable[[str], None] = lambda line: None,
 ) -> Callable[[Callable[[], bool]], dict[str, Any] | None]:
     """Return a function for ``repeat`` that reads the micro-batches of this process from ``run.train_batches`` and
-    takes a step on them. Rows have the length that ``task.length_schedule`` gives for the tokens trained so far.
+    takes a step on them. A background thread reads the micro-batches of the next step and computes their layouts. Rows
+    have the length that ``task.length_schedule`` gives for the tokens trained so far.
 
     Args:
         state: the counters of the run.
-        step: ``step(micro_batches, seconds, began)`` takes the step and returns its record; `seconds` is the time spent
-            reading the micro-batches, and `began` the time at which reading began.
-        prepare: applied to every micro-batch as it is read; its time counts as reading.
+        step: ``step(micro_batches, seconds, began)`` takes the step and returns its record; `micro_batches` are on the
+            CPU, with their layouts (see ``Run.lay_out``), `seconds` is the time spent waiting for them, and `began` the
+            time at which the wait began.
         say: receives a line for the log when rows become longer.
     """
     given = run.config.task
-    batches = iter(run.train_batches)
+    batches: Generator[dict[str, Any], None, None] | None = None
 
     def take(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         if run.world.any(stopped()):
             return None
         nonlocal batches
         started, task = time.perf_counter(), given.at(state.tokens)
+        count = task.per_rank_batch(run.world.row_groups)[1]
         if given.length_schedule and task.seq_len != run.train_batches.seq_len:
-            run.continue_at(task, run.position())
-            batches = iter(run.train_batches)
+            position = run.position()
+            if batches is not None:
+                batches.close()
+                batches = None
+            run.continue_at(task, position)
             size = task.step_text(run.world.size, run.world.parallel.context.size)
             say(f"rows of {task.seq_len:,} tokens from step {state.step + 1} on; {size}")
-        read = [prepare(next(batches)) for _ in range(task.per_rank_batch(run.world.row_groups)[1])]
+        if batches is None:
+            batches = run.train_batches.ahead(run.lay_out, count)
+        read = [next(batches) for _ in range(count)]
         return step(read, time.perf_counter() - started, started)
 
     return take

@@ -58,3 +58,7 @@ class SplitLayout(NamedTuple):
     def to(self, device: torch.device) -> SplitLayout:
         """The same on another device."""
         return SplitLayout(self.whole.to(device), self.chunk.to(device))
+
+    def pinned(self) -> SplitLayout:
+        """The same in pinned memory, see `SequenceLayout`."""
+        return SplitLayout(self.whole.pinned(), self.chunk.pinned())

@@ -1,5 +1,6 @@
 import itertools
 import json
+import threading
 from collections import Counter
 
 import numpy as np
@@ -163,6 +164,41 @@ def test_a_saved_position_resumes_exactly_at_every_batch(kind, request, tokenize
     for at in (0, 1, 17, 40, 59, 5):  # also backwards, and over what the reading thread has prepared
         other.load_state_dict(json.loads(states[at]))
         assert same(take(other, min(8, 60 - at)), batches[at : at + 8])
+
+
+@pytest.mark.parametrize("kind", ["folder", "stream"])
+def test_reading_ahead_changes_neither_batches_nor_positions(kind, request, tokenizer):
+    """The saved position is that of the batch handed out, however far the thread has read."""
+    cfg, threads = request.getfixturevalue(kind), set()
+    plain, ahead = (loaders(cfg, tokenizer, batch_size=3)[0] for _ in range(2))
+
+    def finish(batch):
+        threads.add(threading.current_thread().name)
+        return dict(batch)
+
+    batches = ahead.ahead(finish, depth=4)
+    assert ahead.state_dict() == plain.state_dict()
+    for _ in range(20):
+        assert same([next(plain)], [next(batches)])
+        assert ahead.state_dict() == plain.state_dict()
+    assert threads == {"batches_0"}
+    other = loaders(cfg, tokenizer, batch_size=3)[0]
+    other.load_state_dict(ahead.state_dict())
+    assert same(take(other.ahead(dict, 2), 3), take(plain, 3))
+
+
+def test_an_error_of_the_reading_thread_comes_in_place_of_its_batch(folder, tokenizer):
+    numbers = itertools.count()
+
+    def finish(batch):
+        if next(numbers) == 2:
+            raise ValueError("the third batch")
+        return batch
+
+    batches = loaders(folder, tokenizer)[0].ahead(finish, depth=3)
+    take(batches, 2)
+    with pytest.raises(ValueError, match="the third batch"):
+        next(batches)
 
 
 def test_a_position_moves_to_another_world_and_batch_size(folder, tokenizer):

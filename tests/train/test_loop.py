@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+from threading import current_thread
 
 import pytest
 import torch
@@ -35,6 +37,24 @@ def gradients(run: Run, batches: list) -> dict[str, torch.Tensor]:
     run.optimizer.step = look
     loop.train_step(run, batches, 0, 0)
     return found
+
+
+def test_layouts_are_computed_by_the_thread_that_reads(make_config, monkeypatch) -> None:
+    """Which also copies batch and layout to pinned memory if the model is on a GPU."""
+    run = build(make_config())
+    where, pinned, lay_out = [], [], run.model.lay_out
+    monkeypatch.setattr(run.model, "lay_out", lambda **batch: where.append(current_thread().name) or lay_out(**batch))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
+    seen = []
+    take = loop.over_batches(run, TrainerState(), lambda read, *_: seen.extend(read) or {})
+    take(lambda: False)
+    assert len(seen) == run.micro_batches
+    loop.train_step(run, seen, 0, 0)
+    assert set(where) == {"batches_0"} and not pinned
+    on_gpu = dataclasses.replace(run, world=dataclasses.replace(run.world, device=torch.device("cuda")))
+    ready = on_gpu.lay_out({name: x for name, x in seen[0].items() if name != "layout"})
+    held = [ready["layout"].position, ready["layout"].entries[1].members, ready["input_ids"]]
+    assert all(any(x is one for one in pinned) for x in held)
 
 
 def uneven(batches: list) -> list:
