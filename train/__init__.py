@@ -5,6 +5,7 @@ interested in, in ``tasks``. The modules at the top of this package are used by 
 subpackages. Each module or subpackage imports only those listed above it:
 
     errors                      the exceptions that end a run with a message, and their exit codes
+    signals                     the signals that stop a run
     checkpoint, lora.targets    the run state on disk and the checkpoints a run starts from; module names for LoRA
     config                      the typed configuration
     distributed                 the processes of a run, sums over them, and DeepSpeed
@@ -12,7 +13,7 @@ subpackages. Each module or subpackage imports only those listed above it:
     answers                     conversations whose answers a drafter's model has generated itself
     report_optimizer            the report's optimizer for the trainers of transformers and TRL
     build                       builds all objects of a run (``Run``) from the configuration
-    logging, signals            log lines, metrics and plots; the signals that stop a run
+    logging                     log lines, metrics and plots
     evaluation                  held-out loss, exact match, recall of the indexers
     loop                        one optimizer step, and the loop over steps
     origin                      the other checkpoints that a run reads again when it is continued

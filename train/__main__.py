@@ -29,7 +29,7 @@ from train.config.compose import CONF_DIR, open_overrides
 from train.config.help import help_text
 from train.config.parse import parse
 from train.config.tasks import TASKS
-from train.distributed.launchers import LAUNCHERS, run_to_the_end
+from train.distributed.launchers import LauncherError, find_process, run_to_the_end
 from train.errors import EXIT_CODES, REFUSED, exit_code
 
 FEW_CORES = 2
@@ -119,6 +119,14 @@ def end_like_other_tools() -> None:
     os.kill(os.getpid(), signal.SIGPIPE)
 
 
+def is_first() -> bool:
+    """Return whether this process is rank 0, or reports that its environment does not say which rank it is."""
+    try:
+        return find_process().rank == 0
+    except LauncherError as error:
+        return not error.reported
+
+
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
     """Print an error message and exit with ``code``.
 
@@ -126,7 +134,7 @@ def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
     ``train/distributed/failure_detector.py``). told: True if another process prints the message; None: decide by rank.
     """
     if told is None:
-        told = any(os.environ.get(rank, "0") != "0" for rank, *_ in LAUNCHERS)
+        told = not is_first()
     if not told:
         print(error if code in (75, 130) else f"error: {error}", file=sys.stderr)
     sys.exit(code)

@@ -6,6 +6,7 @@ A signal is only recorded; after the current step the run saves its state and en
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,3 +44,20 @@ def stop_signals() -> Iterator[list[str]]:
         for signum, handler in before.items():
             if not ends or signum == signal.SIGINT:
                 signal.signal(signum, handler)
+
+
+@contextmanager
+def ctrl_c_ends() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, without a message, while nothing is there to be saved.
+
+    A library that waits for other processes does so outside Python, where Python's handler of the signal is not called.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

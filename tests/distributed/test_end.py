@@ -5,6 +5,7 @@ had happened, on another number of processes if need be.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -12,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Group
+from ranks import Group, free_port
 
-from train.distributed.failure_detector import message
+from tests.python_server import Program
+from train.distributed.failure_detector import _accepts, message
 
 pytestmark = pytest.mark.distributed
 
@@ -93,3 +95,38 @@ def test_the_wrong_number_of_processes_is_refused_once(corpus: Path, tmp_path: P
     assert (first.code, second.code) == (2, 2) and not second.output
     assert "parallel.world_size = 4: 2 processes were started. Start that number (torchrun" in first.output
     assert set((tmp_path / "fault").read_text().split()) == {"2"}
+
+
+@pytest.fixture
+def lone(tmp_path: Path):
+    """``lone(VARIABLE=value, ...)``: rank 0 of two as srun starts it, whose other rank does not come."""
+    started = []
+
+    def start(**environment: str) -> Program:
+        place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        command = ["-m", "train", "experiment=demo", "parallel.world_size=2", f"output={tmp_path}"]
+        given = {**kept, **place, "MASTER_PORT": str(free_port()), **environment}
+        started.append(Program(command, tmp_path / "log", given))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.kill()
+
+
+def test_where_processes_cannot_meet_is_refused_in_one_line(lone) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in (("MASTER_PORT", port), ("MASTER_ADDR", "no..host"), ("SLURM_PROCID", "2")):
+            program = lone(**{name: value})
+            assert program.wait() == 2
+            assert re.fullmatch(f"error: {name}={re.escape(value)} .*\n", program.output), program.output
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_others(lone) -> None:
+    port = free_port()
+    program = lone(MASTER_PORT=str(port))
+    program.until(lambda: _accepts("127.0.0.1", port))
+    os.kill(program.pid, signal.SIGINT)
+    assert program.wait() == -signal.SIGINT

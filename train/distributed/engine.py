@@ -105,7 +105,7 @@ def group_name(parts: int) -> str:
 
 def _import_deepspeed(device: str) -> Any:
     """Import DeepSpeed without its log output and its compiled operators, which would take a minute to build."""
-    os.environ.setdefault("DS_ACCELERATOR", device)
+    os.environ["DS_ACCELERATOR"] = device  # the run decides, whatever a shell has left there
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

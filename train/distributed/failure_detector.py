@@ -18,10 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from train.distributed.launchers import LauncherError
 from train.errors import LOST, RankLost
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
@@ -29,6 +32,10 @@ EXIT_GRACE = 10.0  # seconds that a process has to end by itself after another p
 STORE_FAILURES = 3  # consecutive failed calls after which the process or launcher that hosts the store counts as lost
 REMINDER_INTERVAL = 60.0  # seconds between messages that name the processes that have not started yet
 POLL_INTERVAL = 0.1  # seconds between checks of which processes have started
+LOOKUPS = 3  # attempts to find the address of a host by its name, a second apart
+LOOKUP_LIMIT = 120.0  # seconds for all of them
+OWN_ADDRESS_LIMIT = 30.0  # seconds within which rank 0 must reach its own store at MASTER_ADDR
+STORE_LIMIT = 60.0  # seconds for the answer of a store that accepts connections
 AGAIN = "Start the same command again to continue from the last checkpoint"
 
 
@@ -40,6 +47,7 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
     that rank 0 is missing.
 
     Raises:
+        LauncherError: no store can be opened or found at MASTER_ADDR and MASTER_PORT, whatever the other processes do.
         RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -47,12 +55,20 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )  # else the launcher hosts the store
     reporter = rank == 1 or local_rank == 0
-    if not hosts_store:
+    _check_name(host, reported=rank > 0 and local_rank > 0)
+    if hosts_store:
+        shared = _open_store(port, size)
+        if _wait(lambda: _accepts(host, port), str, OWN_ADDRESS_LIMIT, reporter=False):
+            rule = (
+                f"MASTER_ADDR={host} does not lead to {socket.gethostname()}, where rank 0 runs and port {port} is open"
+            )
+            raise LauncherError(f"{rule}. It must be an address of that host")
+    else:
         missing = f"rank 0 of {size} (nothing at {host}:{port})"
         message = _wait(lambda: _accepts(host, port), lambda: missing, timeout, reporter)
         if message:
             raise RankLost(message, reported=not reporter)
-    shared = dist.TCPStore(host, port, size, hosts_store, wait_for_workers=False, multi_tenant=True)
+        shared = _find_store(host, port, size, reported=not reporter)
     store = dist.PrefixStore("start", shared)
     store.set(str(rank), "")
     if rank == 0:
@@ -61,8 +77,10 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         store.set("all", message)
     else:
         try:
-            while not store.check(["all"]):
-                time.sleep(POLL_INTERVAL)
+            # Rank 0 started earlier and ends after its own `timeout`, with a message for all.
+            silent = _wait(lambda: store.check(["all"]), lambda: f"rank 0 of {size}", timeout + 60, reporter=False)
+            if silent:
+                raise RankLost(f"the store at {host}:{port} answers, but {silent}", reported=not reporter)
             message = store.get("all").decode()
         except dist.DistError as error:
             raise RankLost(f"rank 0 ended before all ranks had started. {AGAIN}", reported=not reporter) from error
@@ -70,6 +88,66 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         time.sleep(10 * POLL_INTERVAL if rank == 0 else 0)  # until all ranks have read it
         raise RankLost(message, reported=rank > 0)
     return store
+
+
+def _check_name(host: str, reported: bool) -> None:
+    """Refuse a host name without an address, after some attempts."""
+
+    def look_up() -> None:
+        for number in range(1, LOOKUPS + 1):
+            try:
+                socket.getaddrinfo(host, None)
+                return
+            except (OSError, UnicodeError):
+                if number == LOOKUPS:
+                    raise
+                time.sleep(1)
+
+    try:
+        _in_thread(look_up, LOOKUP_LIMIT)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or f"no answer within {LOOKUP_LIMIT:g} s"
+        rule = f"MASTER_ADDR={host} has no address on {socket.gethostname()}: {reason}"
+        raise LauncherError(f"{rule}. It must name the host of rank 0", reported) from error
+
+
+def _in_thread(call: Callable[[], Any], limit: float) -> Any:
+    """Return what ``call`` returns. It runs in a thread of its own, since it may never return.
+
+    Raises:
+        TimeoutError: it has not returned within ``limit`` seconds; the thread is left to itself.
+    """
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(limit)
+
+
+def _open_store(port: int, size: int) -> dist.Store:
+    """Open the store of the run at a port of this host, on rank 0."""
+    try:
+        return dist.TCPStore("127.0.0.1", port, size, True, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0].rpartition("message: ")[2]
+        rule = f"MASTER_PORT={port} cannot be opened on {socket.gethostname()}, where rank 0 runs: {reason}"
+        raise LauncherError(f"{rule}. Choose another port, or end the program that uses it") from error
+
+
+def _find_store(host: str, port: int, size: int, reported: bool) -> dist.Store:
+    """Connect to the store of rank 0 or of the launcher, which accepts connections. With a program that accepts them
+    and says nothing, TCPStore waits for ever, whatever its own time limit is.
+    """
+    try:
+        return _in_thread(lambda: dist.TCPStore(host, port, size, False, wait_for_workers=False), STORE_LIMIT)
+    except (dist.DistError, TimeoutError) as error:
+        rule = f"what answers at MASTER_ADDR={host}, MASTER_PORT={port} is not rank 0 of this run"
+        raise LauncherError(f"{rule}. Choose another port", reported) from error
 
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, reporter: bool) -> str:

@@ -16,6 +16,7 @@ from train.distributed.engine import init_distributed, make_groups
 from train.distributed.failure_detector import FailureDetector, rendezvous
 from train.distributed.launchers import ProcessInfo, find_process
 from train.distributed.world import World, axis_group, pick_device, rank_mesh
+from train.signals import ctrl_c_ends
 
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -26,6 +27,7 @@ def launch(layout: ParallelConfig) -> World:
 
     Raises:
         ConfigError: the number of started processes differs from ``parallel.world_size``.
+        LauncherError: an environment variable of the launcher cannot be used.
         RankLost: some of the processes did not start in time.
     """
     process = find_process()
@@ -34,6 +36,12 @@ def launch(layout: ParallelConfig) -> World:
     device = pick_device(layout.device, process)
     if process.size == 1:
         return World(device)
+    with ctrl_c_ends():
+        return _connect(process, device, layout)
+
+
+def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> World:
+    """Connect this process with the others of the run and create all process groups."""
     _form_group(process, device, layout)
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
     experts, tables = (groups[n][0] for n in (layout.expert_parallel, layout.table_shards))

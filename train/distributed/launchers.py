@@ -6,17 +6,30 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from train.config.problems import ConfigError
+from train.errors import InputError
 
 # Environment variables that each launcher sets: rank, number of processes, rank on this host.
 LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 FAULTS = (1, 2, 3)  # exit codes of errors that would occur again if the run were restarted; see train/__main__.py
+
+
+class LauncherError(InputError):
+    """An environment variable of the launcher has a value that cannot be. The message is one line.
+
+    reported: True if another process prints the message.
+    """
+
+    def __init__(self, text: str, reported: bool = False):
+        super().__init__(text)
+        self.reported = reported
 
 
 @dataclass(frozen=True)
@@ -34,19 +47,60 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
     """Read rank and number of processes from the environment; without a launcher there is one process of rank 0.
 
     Raises:
-        ConfigError: some of the launcher's environment variables are missing.
+        LauncherError: some of the launcher's environment variables are missing, or have a value that cannot be.
     """
     for names in LAUNCHERS:
         if all(name in environment for name in names[:2]):
-            rank, size = (int(environment[name]) for name in names[:2])
-            if size == 1:
-                return ProcessInfo()
-            missing = [name for name in (names[2], "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-            if missing:
-                rule = f"{size} processes were started, but the environment lacks {', '.join(missing)}"
-                raise ConfigError([f"{rule}. Start the processes with torchrun, or with the scripts in slurm/"])
-            return ProcessInfo(rank, size, int(environment[names[2]]))
+            return _process(names, environment)
+    for name, other, harmless in (("RANK", "WORLD_SIZE", "0"), ("WORLD_SIZE", "RANK", "1")):
+        if environment.get(name, harmless) != harmless:
+            rule = f"{name}={environment[name]} is set, but {other} is not"
+            raise LauncherError(f"{rule}. Start the processes with torchrun, which sets both, or unset {name}")
     return ProcessInfo()
+
+
+def _process(names: tuple[str, str, str], environment: Mapping[str, str]) -> ProcessInfo:
+    """Read the place of this process from the environment variables ``names``: rank, number of processes, rank on this
+    host.
+    """
+    size = _whole_number(names[1], environment, 1)
+    rank = _whole_number(names[0], environment, 0, size - 1, f"there are {size} processes ({names[1]})")
+    if size == 1:
+        return ProcessInfo()
+    missing = [name for name in (names[2], "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        rule = f"{size} processes were started, but the environment lacks {', '.join(missing)}"
+        raise LauncherError(f"{rule}. Start the processes with torchrun, or with the scripts in slurm/", rank > 0)
+    local = _whole_number(names[2], environment, 0, size - 1, f"there are {size} processes ({names[1]})")
+    _whole_number("MASTER_PORT", environment, 1, 65535, "it is the port at which the processes meet", rank > 0)
+    interfaces = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    here = [name for _, name in socket.if_nameindex()]
+    if unknown := [name for name in interfaces if name not in here]:
+        rule = (
+            f"GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']}: {socket.gethostname()} has no network interface"
+        )
+        raise LauncherError(f"{rule} {', '.join(unknown)}, but {', '.join(here)}", local > 0)
+    return ProcessInfo(rank, size, local)
+
+
+def _whole_number(
+    name: str,
+    environment: Mapping[str, str],
+    least: int,
+    most: int | None = None,
+    why: str = "",
+    reported: bool = False,
+) -> int:
+    """Return the value of an environment variable, a whole number of at least ``least`` and at most ``most``.
+
+    why: the reason of ``most``, for the message. reported: True if another process prints the message.
+    """
+    text = environment[name]
+    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
+    if value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}, since {why}"
+        raise LauncherError(f"{name}={text} must be a whole number {allowed}. The launcher sets {name}", reported)
+    return value
 
 
 def note_fault(code: object) -> None:
@@ -56,8 +110,11 @@ def note_fault(code: object) -> None:
     """
     path = os.environ.get("NARROWS_FAULT_FILE")
     if path and code in FAULTS:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{code}\n")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{code}\n")
+        except OSError as error:
+            print(f"warning: NARROWS_FAULT_FILE={path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def run_to_the_end(main: Callable[[], None]) -> None:

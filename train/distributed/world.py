@@ -18,7 +18,7 @@ from model.parallel.collective_errors import gather_objects
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from train.config.schema import Config
 from train.distributed.failure_detector import FailureDetector, message
-from train.distributed.launchers import ProcessInfo
+from train.distributed.launchers import LauncherError, ProcessInfo
 from train.errors import RankLost
 
 
@@ -32,7 +32,11 @@ def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device
         return torch.device("cpu")
     if process.size == 1:
         return torch.device("cuda")
-    return torch.device("cuda", process.local_rank if torch.cuda.device_count() > 1 else 0)
+    count = torch.cuda.device_count()
+    if 1 < count <= process.local_rank:
+        rule = f"process {process.local_rank} of this host (LOCAL_RANK or SLURM_LOCALID), but it sees {count} GPUs"
+        raise LauncherError(f"this is {rule}. Start at most {count} processes on a host")
+    return torch.device("cuda", process.local_rank if count > 1 else 0)
 
 
 def rank_mesh(parts: int, device: torch.device) -> DeviceMesh:

@@ -26,8 +26,9 @@ from train.config.problems import ConfigError
 from train.distributed import failure_detector
 from train.distributed.failure_detector import FailureDetector
 from train.distributed.launch import launch
-from train.distributed.launchers import ProcessInfo, find_process
+from train.distributed.launchers import LauncherError, ProcessInfo, find_process, note_fault
 from train.distributed.world import World, pick_device
+from train.signals import ctrl_c_ends
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -44,9 +45,60 @@ def test_every_launcher_is_understood() -> None:
     )  # a job of one
 
 
-def test_half_an_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match="8 processes were started, but the environment lacks LOCAL_RANK, "):
-        find_process({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"})
+RANK_5 = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "reported"),
+    [
+        (
+            {"LOCAL_RANK": "", "MASTER_PORT": ""},
+            "8 processes were started, but the environment lacks LOCAL_RANK, ",
+            True,
+        ),
+        ({"MASTER_ADDR": "", "RANK": "0"}, "8 processes were started, but the environment lacks MASTER_ADDR", False),
+        ({"RANK": "8"}, "RANK=8 must be a whole number from 0 to 7, since there are 8 processes (WORLD_SIZE)", False),
+        ({"RANK": "-1"}, "RANK=-1 must be a whole number from 0 to 7", False),
+        ({"RANK": "first"}, "RANK=first must be a whole number from 0 to 7", False),
+        ({"RANK": ""}, "RANK= must be a whole number from 0 to 7", False),
+        ({"WORLD_SIZE": "1"}, "RANK=5 must be a whole number from 0 to 0", False),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be a whole number of at least 1", False),
+        ({"LOCAL_RANK": "9"}, "LOCAL_RANK=9 must be a whole number from 0 to 7", False),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be a whole number from 1 to 65535", True),
+        ({"MASTER_PORT": "http", "RANK": "0"}, "MASTER_PORT=http must be a whole number from 1 to 65535", False),
+        ({"GLOO_SOCKET_IFNAME": "lo,none9"}, "has no network interface none9, but lo", True),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_one_line(changes, message: str, reported: bool) -> None:
+    """Which another rank tells too, unless the value is this rank's own."""
+    with pytest.raises(LauncherError) as refused:
+        find_process({**RANK_5, **changes})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert refused.value.reported == reported
+    slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    with pytest.raises(LauncherError):
+        find_process({slurm.get(name, name): value for name, value in {**RANK_5, **changes}.items()})
+
+
+def test_half_an_environment_is_refused_where_it_says_more_than_one_process(monkeypatch, capsys) -> None:
+    assert find_process({"RANK": "0"}) == find_process({"WORLD_SIZE": "1"}) == ProcessInfo()
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        with pytest.raises(LauncherError, match=f"{name}=3 is set, but {other} is not"):
+            find_process({name: "3"})
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        program.fail(2, "made up")
+    assert capsys.readouterr().err == "error: made up\n", "no other process prints it"
+
+
+def test_a_fault_file_that_cannot_be_written_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NARROWS_FAULT_FILE", "/nowhere/fault")
+    note_fault(2)
+    assert (
+        capsys.readouterr().err
+        == "warning: NARROWS_FAULT_FILE=/nowhere/fault cannot be written: No such file or directory\n"
+    )
 
 
 def test_a_lone_process_cannot_be_several(make_config) -> None:
@@ -89,6 +141,9 @@ def test_the_device_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
         assert pick_device("auto", ProcessInfo(7, 8, 3)) == torch.device("cuda", index)
     assert pick_device("auto") == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(LauncherError, match="this is process 3 of this host .* but it sees 2 GPUs"):
+        pick_device("auto", ProcessInfo(7, 8, 3))
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
@@ -125,8 +180,8 @@ def arrive(monkeypatch: pytest.MonkeyPatch):
     def come(rank: int, size: int, timeout: float) -> object:
         try:
             return failure_detector.rendezvous(rank, size, rank % 2, timeout)
-        except failure_detector.RankLost as lost:
-            return lost
+        except (failure_detector.RankLost, LauncherError) as refused:
+            return refused
 
     def arrive(size: int, ranks: list[int], timeout: float) -> list:
         with ThreadPoolExecutor(len(ranks)) as pool:
@@ -155,6 +210,51 @@ def test_a_rank_0_that_does_not_start_is_named_once_a_host(arrive) -> None:
     expected = f"rank 0 of 6 (nothing at {place}) did not start within 0.5 s. {failure_detector.AGAIN}"
     assert [str(lost) for lost in found] == [expected] * 3
     assert [lost.reported for lost in found] == [False, False, True]
+
+
+def test_a_port_that_is_taken_is_named(arrive) -> None:
+    port = os.environ["MASTER_PORT"]
+    with socket.create_server(("", int(port))):
+        (refused,) = arrive(2, [0], timeout=100.0)
+    host = socket.gethostname()
+    assert str(refused) == (
+        f"MASTER_PORT={port} cannot be opened on {host}, where rank 0 runs: address already in use. Choose another "
+        "port, or end the program that uses it"
+    )
+
+
+def test_a_port_of_another_program_is_named(arrive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_detector, "STORE_LIMIT", 0.5)
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):  # which says nothing
+        (refused,) = arrive(2, [1], timeout=100.0)
+    assert str(refused).startswith("what answers at MASTER_ADDR=127.0.0.1, MASTER_PORT=")
+
+
+def test_an_address_that_is_none_is_named(arrive, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setenv("MASTER_ADDR", "node77")
+    monkeypatch.setattr(failure_detector, "LOOKUPS", 1)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = arrive(4, [0, 1, 2], timeout=100.0)
+    text = f"MASTER_ADDR=node77 has no address on {socket.gethostname()}: Name or service not known. It must name"
+    assert all(str(refused).startswith(text) for refused in found)
+    assert [refused.reported for refused in found] == [False, True, False]  # once on each host
+
+
+def test_an_address_of_another_host_is_named(arrive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_detector, "OWN_ADDRESS_LIMIT", 0.2)
+    monkeypatch.setattr(failure_detector, "_accepts", lambda host, port: False)
+    (refused,) = arrive(2, [0], timeout=100.0)
+    assert str(refused).startswith(f"MASTER_ADDR=127.0.0.1 does not lead to {socket.gethostname()}, where rank 0 runs")
+
+
+def test_ctrl_c_ends_a_process_that_waits_for_others_in_a_library() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with ctrl_c_ends():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.fixture
