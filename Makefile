@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-STUDIES = optimizers methods indexer balance qat expert_qat draft_loss
+STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall
 .PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed bench-million lint docs docs-check coverage clean
 
@@ -59,6 +59,11 @@ studies: $(STUDIES:%=study-%)
 
 $(STUDIES:%=study-%): study-%: install
 	@$(PY) -m train.studies $* $(ARGS)
+
+study-recall: .cache/examples/recall/train.jsonl
+
+.cache/examples/recall/train.jsonl: | $(STAMP)
+	@$(PY) -m data.recall $(@D)
 
 study-draft_loss: runs/study/backbone/export/config.json
 

@@ -17,6 +17,7 @@ into a batch; each file imports only files listed before it:
     build:                      makes the tokenizer and the loaders from a configuration.
     check:                      reports on the data: counts, lengths, bad records, samples.
     tokenizer_files, examples:  files beside an exported tokenizer; example conversations for fine-tuning.
+    recall:                     rows with passages and pairs that come back, for the study of recall.
 
 The names that the package exports are imported lazily, so that reading settings does not load torch.
 """

@@ -66,6 +66,24 @@ class Claim:
 
 
 @dataclass(config=STRICT, frozen=True)
+class Recovery:
+    """An expected result: the arm ``arm`` recovers at least the share ``share`` of what the arm ``best`` gains over the
+    arm ``worst`` in every one of ``measures``, which are losses.
+
+    A measure counts only if ``best`` gains at least ``least`` over the mean of the seeds, and gains with every seed.
+    Otherwise there is no effect to recover.
+    """
+
+    text: str
+    measures: Annotated[list[str], Field(min_length=1)]
+    arm: str
+    best: str
+    worst: str
+    share: float = 0.8
+    least: float = 0.2
+
+
+@dataclass(config=STRICT, frozen=True)
 class Study:
     """A comparison of several arms (variants) over several seeds, described by a file ``conf/study/NAME.yaml``."""
 
@@ -75,20 +93,29 @@ class Study:
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     measures: Annotated[dict[str, Measure], Field(min_length=1)]
     claims: list[Claim] = Field(default_factory=list)
+    recoveries: list[Recovery] = Field(default_factory=list)
     evaluations: dict[str, list[str]] = Field(
         default_factory=dict
     )  # further evaluations of the final weights: name -> overrides
     notes: list[str] = Field(default_factory=list)  # printed below the table
 
     def __post_init__(self) -> None:
-        bad = [
-            f"claims.{i}.{key}: {value!r} is unknown; it must be one of {', '.join(known)}"
+        named = [
+            (f"claims.{i}.{key}", value, known)
             for i, claim in enumerate(self.claims)
             for key, value, known in (
                 ("measure", claim.measure, self.measures),
                 ("arm", claim.arm, self.arms),
                 ("than", claim.than, self.arms),
             )
+        ]
+        for i, recovery in enumerate(self.recoveries):
+            arms = {"arm": recovery.arm, "best": recovery.best, "worst": recovery.worst}
+            named += [(f"recoveries.{i}.{key}", value, self.arms) for key, value in arms.items()]
+            named += [(f"recoveries.{i}.measures", value, self.measures) for value in recovery.measures]
+        bad = [
+            f"{key}: {value!r} is unknown; it must be one of {', '.join(known)}"
+            for key, value, known in named
             if value not in known
         ]
         if bad:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from train.config.schema import Config
-from train.studies.settings import Claim, Study, StudyError
+from train.studies.settings import Claim, Recovery, Study, StudyError
 
 
 def value_of(record: Mapping[str, Any], path: str) -> float:
@@ -57,6 +57,7 @@ def summarise(
         "tuning": {name: {f"{value:g}": loss for value, loss in losses.items()} for name, losses in tuning.items()},
         "arms": arms,
         "claims": [judge(claim, runs) for claim in study.claims],
+        "recoveries": [part for recovery in study.recoveries for part in judge_recovery(recovery, runs)],
         "notes": study.notes + list(edge_notes(study, chosen)),
     }
 
@@ -71,6 +72,33 @@ def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -
     right = [sign * delta > claim.margin for delta in deltas]
     holds = all(right) if claim.seeds == "all" else sign * fmean(deltas) > claim.margin
     return {**asdict(claim), "differences": deltas, "mean": fmean(deltas), "right_in": sum(right), "holds": holds}
+
+
+def judge_recovery(
+    recovery: Recovery, runs: Mapping[str, Mapping[int, Mapping[str, float]]]
+) -> Iterator[dict[str, Any]]:
+    """Yield for every measure of a ``Recovery`` the gains of ``best`` and of ``arm`` over ``worst`` by seed, the share
+    that the mean gain of ``arm`` is of that of ``best``, and the verdict: whether the share suffices. Share and verdict
+    are None if there is no effect to recover.
+    """
+    for measure in recovery.measures:
+        worst, best, arm = (
+            [numbers[measure] for numbers in runs[name].values()]
+            for name in (recovery.worst, recovery.best, recovery.arm)
+        )
+        possible = [w - b for w, b in zip(worst, best, strict=True)]
+        gained = [w - a for w, a in zip(worst, arm, strict=True)]
+        effect = fmean(possible) >= recovery.least and min(possible) > 0
+        share = fmean(gained) / fmean(possible) if effect else None
+        yield {
+            "text": recovery.text,
+            "arm": recovery.arm,
+            "measure": measure,
+            "possible": possible,
+            "gained": gained,
+            "share": share,
+            "holds": None if share is None else share >= recovery.share,
+        }
 
 
 def edge_notes(study: Study, chosen: Mapping[str, float]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -36,7 +37,12 @@ def tables(study: Study, result: Mapping[str, Any]) -> list[tuple[str, list[str]
     seeds = ", ".join(map(str, result["seeds"]))
     found.append((f"Result: mean (seeds {seeds})", header, rows))
     rows = [claim_row(claim, study.measures[claim["measure"]].digits) for claim in result["claims"]]
-    found.append(("Claims", ["claim", "measure", "difference", "mean (per seed)", "right in", "verdict"], rows))
+    if rows:
+        found.append(("Claims", ["claim", "measure", "difference", "mean (per seed)", "right in", "verdict"], rows))
+    rows = [recovery_row(part, study.measures[part["measure"]].digits) for part in result["recoveries"]]
+    if rows:
+        header = ["claim", "measure", "possible gain (per seed)", "arm", "its gain (per seed)", "recovered", "verdict"]
+        found.append(("Gains", header, rows))
     return found
 
 
@@ -50,6 +56,16 @@ def claim_row(claim: Mapping[str, Any], digits: int) -> list[str]:
         f"{claim['right_in']} of {len(claim['differences'])} seeds",
         "holds" if claim["holds"] else "does not hold at this scale",
     ]
+
+
+def recovery_row(part: Mapping[str, Any], digits: int) -> list[str]:
+    verdicts = {None: "no effect to recover", True: "holds", False: "does not hold at this scale"}
+    possible, gained = (
+        f"{fmean(part[key]):+.{digits}f} ({' '.join(f'{gain:+.{digits}f}' for gain in part[key])})"
+        for key in ("possible", "gained")
+    )
+    share = "-" if part["share"] is None else f"{part['share']:.0%}"
+    return [part["text"], part["measure"], possible, part["arm"], gained, share, verdicts[part["holds"]]]
 
 
 def markdown(study: Study, result: Mapping[str, Any]) -> str:

@@ -21,8 +21,8 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.studies.__main__ import main
 from train.studies.runner import Runner, read_state
-from train.studies.settings import Arm, Claim, Measure, Study, StudyError, Tune, read_study
-from train.studies.summary import judge, value_of
+from train.studies.settings import Arm, Claim, Measure, Recovery, Study, StudyError, Tune, read_study
+from train.studies.summary import judge, judge_recovery, value_of
 from train.studies.tables import markdown
 
 SHIPPED = sorted(path.stem for path in (CONF_DIR / "study").glob("*.yaml"))
@@ -224,6 +224,32 @@ def test_a_claim_holds_only_beyond_its_margin_and_in_every_seed() -> None:
     assert judge(by_20, runs([0.9], [0.6]))["holds"] and not judge(by_20, runs([0.9], [0.75]))["holds"]
 
 
+def test_a_recovery_is_judged_only_where_there_is_an_effect() -> None:
+    def verdicts(best: list[float], arm: list[float]) -> list[tuple[float | None, bool | None]]:
+        losses = {"best": best, "arm": arm, "worst": [2.0, 3.0]}
+        runs = {name: dict(enumerate({"m": v} for v in values)) for name, values in losses.items()}
+        (part,) = judge_recovery(Recovery("", ["m"], "arm", "best", "worst"), runs)
+        return part["share"], part["holds"]
+
+    assert verdicts([1.0, 2.0], [1.2, 2.1]) == (pytest.approx(0.85), True)
+    assert verdicts([1.0, 2.0], [1.0, 2.5]) == (pytest.approx(0.75), False)
+    assert verdicts([1.85, 2.85], [1.0, 2.0]) == (None, None)  # gains 0.15
+    assert verdicts([1.0, 3.01], [1.0, 3.0]) == (None, None)  # gains 0.495, but not with the second seed
+
+
+def test_the_table_of_gains(tmp_path: Path) -> None:
+    parts = [
+        {"text": "It recovers", "arm": "a", "measure": "loss", "possible": [1.0, 2.0], "gained": [1.0, 1.7],
+         "share": 0.9, "holds": True},
+        {"text": "It recovers", "arm": "a", "measure": "loss", "possible": [0.1, 0.1], "gained": [0.0, 0.0],
+         "share": None, "holds": None},
+    ]  # fmt: skip
+    study = small({"a": SLOW}, claims=[])
+    text = markdown(study, {"tuning": {}, "arms": {}, "claims": [], "recoveries": parts, "seeds": [0], "notes": []})
+    assert "| It recovers | loss | +1.5000 (+1.0000 +2.0000) | a | +1.3500 (+1.0000 +1.7000) | 90% | holds |" in text
+    assert "| - | no effect to recover |" in text and "Claims" not in text
+
+
 def test_a_measure_reads_means_and_differences() -> None:
     record = {"loss": 2.0, "load": {"text": [1.0, None, 3.0]}, "other": {"loss": 2.5}}
     assert value_of(record, "load.text") == 2.0
@@ -235,7 +261,7 @@ def test_a_measure_reads_means_and_differences() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_study_composes(name: str, tiny: list[str], tmp_path: Path) -> None:
     shipped = read_study(name)
-    assert len(shipped.seeds) == 3 and shipped.claims
+    assert len(shipped.seeds) == 3 and (shipped.claims or shipped.recoveries)
     extra: list[str] = []
     if shipped.experiment == "study_drafter":  # begins with a checkpoint
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -248,6 +274,10 @@ def test_every_shipped_study_composes(name: str, tiny: list[str], tmp_path: Path
 
 
 def test_mistakes_in_a_study_are_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"recoveries.0.best: 'all' is unknown.*recoveries.0.measures: 'los' is unknown"
+    ):
+        small({"a": SLOW}, claims=[], recoveries=[Recovery("", ["los"], "a", "all", "a")])
     with pytest.raises(StudyError, match="the studies are .*indexer"):
         read_study("missing")
     with pytest.raises(ValueError, match=r"claims.0.than: 'slwo' is unknown; it must be one of fast"):
