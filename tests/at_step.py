@@ -34,13 +34,13 @@ def prepare(step: int, what: str) -> None:
         with signals() as heard:
             yield heard
 
-    def train_step(run: loop.Run, batches: list, done: int, tokens: int) -> dict[str, Any]:
+    def train_step(run: loop.Run, batches: list, done: int, tokens: int, **given: Any) -> dict[str, Any]:
         if done + 1 == step:
             if name != "wait" and run.world.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[name])
             while name == "wait" and not heard:
                 time.sleep(0.02)
-        return take_step(run, batches, done, tokens)
+        return take_step(run, batches, done, tokens, **given)
 
     loop.stop_signals, loop.train_step = stop_signals, train_step
 

@@ -39,6 +39,7 @@ def train_step(
     tokens: int,
     losses_of: Callable[[Batch, Any], Losses | DraftLosses] | None = None,
     dummy_batches: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Take one optimizer step over the micro-batches of all ranks and return its record.
 
@@ -55,6 +56,8 @@ def train_step(
             ``model.losses``.
         dummy_batches: number of micro-batches at the end of ``batches`` that add nothing to loss or gradient. They let
             a rank with less data take part in the communication of the other ranks.
+        stopped: says whether this process was asked to stop. Entry ``stop`` of the record says on how many ranks it
+            was so at the end of the backward passes; the ranks exchange this together with their losses.
 
     Raises:
         NonFiniteError: a loss or the gradient is not finite; raised on every rank, before any weight is updated.
@@ -76,11 +79,12 @@ def train_step(
         for name, value in _loss_sums(losses).items():
             sums[name] = sums.get(name, 0) + value * real
     model.eval()
-    run.engine.reduce()
-    raise_faults(model)
     if (counts := run.source_counts()) is not None:
         sums["source_counts"] = counts
+    sums |= {"present": run.engine.present(), "stop": torch.tensor(int(stopped()), device=run.device)}
     sums = world.sum_all(sums)
+    run.engine.reduce(sums.pop("present"))
+    raise_faults(model)
     norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts, optimizer.collected)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
@@ -105,8 +109,8 @@ def balance_routers(run: Run, load: torch.Tensor) -> None:
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     """Train on ``run.train_batches`` until ``task.tokens`` tokens are trained (see ``repeat``)."""
 
-    def step(micro_batches: list[Batch], waited: float, started: float) -> dict[str, Any]:
-        numbers = train_step(run, micro_batches, state.step, state.tokens)
+    def step(micro_batches: list[Batch], waited: float, started: float, stopped: Callable[[], bool]) -> dict[str, Any]:
+        numbers = train_step(run, micro_batches, state.step, state.tokens, stopped=stopped)
         return _advance(run, state, numbers, waited, started)
 
     take = over_batches(run, state, step, reporter.log)
@@ -116,7 +120,7 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
 def over_batches(
     run: Run,
     state: TrainerState,
-    step: Callable[[list[dict[str, Any]], float, float], dict[str, Any]],
+    step: Callable[[list[dict[str, Any]], float, float, Callable[[], bool]], dict[str, Any]],
     say: Callable[[str], None] = lambda line: None,
 ) -> Callable[[Callable[[], bool]], dict[str, Any] | None]:
     """Return a function for ``repeat`` that reads the micro-batches of this process from ``run.train_batches`` and
@@ -125,18 +129,20 @@ def over_batches(
 
     Args:
         state: the counters of the run.
-        step: ``step(micro_batches, seconds, began)`` takes the step and returns its record; `micro_batches` are on the
-            CPU, with their layouts (see ``Run.lay_out``), `seconds` is the time spent waiting for them, and `began` the
-            time at which the wait began.
+        step: ``step(micro_batches, seconds, began, stopped)`` takes the step and returns its record; `micro_batches`
+            are on the CPU, with their layouts (see ``Run.lay_out``), `seconds` is the time spent waiting for them,
+            `began` the time at which the wait began, and `stopped` is for ``train_step``. Entry ``stop`` of the record
+            says whether some rank was asked to stop; the run then stops before the next step.
         say: receives a line for the log when rows become longer.
     """
     given = run.config.task
     batches: Generator[dict[str, Any], None, None] | None = None
+    stop: bool | None = None  # None before the first step
 
     def take(stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        if run.world.any(stopped()):
+        nonlocal batches, stop
+        if run.world.any(stopped()) if stop is None else stop:
             return None
-        nonlocal batches
         started, task = time.perf_counter(), given.at(state.tokens)
         count = task.per_rank_batch(run.world.row_groups)[1]
         if given.length_schedule and task.seq_len != run.train_batches.seq_len:
@@ -150,7 +156,9 @@ def over_batches(
         if batches is None:
             batches = run.train_batches.ahead(run.lay_out, count)
         read = [next(batches) for _ in range(count)]
-        return step(read, time.perf_counter() - started, started)
+        record = step(read, time.perf_counter() - started, started, stopped)
+        stop = record.pop("stop")
+        return record
 
     return take
 
@@ -309,6 +317,7 @@ def advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: floa
         "data_wait": waited / seconds,
         "seconds": seconds,
         "memory_gib": memory_gib(run.device),
+        "stop": bool(numbers["stop"]),  # for ``over_batches``, which takes it out
     }
 
 

@@ -46,7 +46,7 @@ def test_layouts_are_computed_by_the_thread_that_reads(make_config, monkeypatch)
     monkeypatch.setattr(run.model, "lay_out", lambda **batch: where.append(current_thread().name) or lay_out(**batch))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
     seen = []
-    take = loop.over_batches(run, TrainerState(), lambda read, *_: seen.extend(read) or {})
+    take = loop.over_batches(run, TrainerState(), lambda read, *_: seen.extend(read) or {"stop": False})
     take(lambda: False)
     assert len(seen) == run.micro_batches
     loop.train_step(run, seen, 0, 0)
@@ -55,6 +55,28 @@ def test_layouts_are_computed_by_the_thread_that_reads(make_config, monkeypatch)
     ready = on_gpu.lay_out({name: x for name, x in seen[0].items() if name != "layout"})
     held = [ready["layout"].position, ready["layout"].entries[1].members, ready["input_ids"]]
     assert all(any(x is one for one in pinned) for x in held)
+
+
+def test_whether_to_stop_costs_no_exchange_of_its_own(make_config, monkeypatch) -> None:
+    """It is asked once before the first step, and then sums with the losses; the run stops after the step in which it
+    was asked to."""
+    run, state = build(make_config()), TrainerState()
+    asked, summed, stop = [], [], []
+    monkeypatch.setattr(type(run.world), "any", lambda world, flag: asked.append(flag) or flag)
+    sum_all = type(run.world).sum_all
+    monkeypatch.setattr(type(run.world), "sum_all", lambda world, sums: summed.append(sums) or sum_all(world, sums))
+
+    def step(read, waited, started, stopped):
+        numbers = loop.train_step(run, read, state.step, state.tokens, stopped=stopped)
+        return loop._advance(run, state, numbers, waited, started)
+
+    take = loop.over_batches(run, state, step)
+    assert "stop" not in take(lambda: False) and asked == [False]
+    assert take(lambda: bool(stop)) is not None
+    stop.append("SIGTERM")
+    assert take(lambda: bool(stop)) is not None and state.step == 3
+    assert take(lambda: bool(stop)) is None and state.step == 3 and asked == [False]
+    assert [int(sums["stop"]) for sums in summed] == [0, 0, 1]
 
 
 def uneven(batches: list) -> list:

@@ -58,10 +58,10 @@ def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a signal in the middle of a step, once."""
     original = loop.train_step
 
-    def step_and_signal(run, batches, done, tokens):
+    def step_and_signal(run, batches, done, tokens, **given):
         if done + 1 == step:
             os.kill(os.getpid(), number)
-        return original(run, batches, done, tokens)
+        return original(run, batches, done, tokens, **given)
 
     monkeypatch.setattr(loop, "train_step", step_and_signal)
 
@@ -170,10 +170,10 @@ def test_crash_between_checkpoints_repeats_the_lost_steps(make_config, whole: Co
     config = make_config("name=parts")
     original = loop.train_step
 
-    def crash(run, batches, done, tokens):
+    def crash(run, batches, done, tokens, **given):
         if done == 3:
             raise MemoryError
-        return original(run, batches, done, tokens)
+        return original(run, batches, done, tokens, **given)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", crash)

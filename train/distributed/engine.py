@@ -46,8 +46,17 @@ class Engine:
             sum_between_sets(self.model, last)
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def reduce(self) -> None:
+    def present(self) -> Tensor:
+        """For each parameter, whether it has a gradient on this rank (1 or 0), int64 [parameters], on the parameters'
+        device. The caller sums it over all ranks together with other numbers and passes the sum to ``reduce``.
+        """
+        device = self.parameters[0].device if self.parameters else None
+        return torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int64).to(device)
+
+    def reduce(self, present: Tensor) -> None:
         """Sum the gradient of each parameter over the ranks that hold the parameter.
+
+        present: the sum of ``present()`` over all ranks.
 
         If a parameter has a gradient on only some ranks, its gradient counts as zero on the other ranks. A parameter
         without a gradient on every rank still has no gradient afterwards. The gradient of a matrix whose rows are
@@ -55,8 +64,6 @@ class Engine:
         """
         if self.deepspeed is None:
             return
-        present = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int32)
-        self.world.sum_(present)
         self.deepspeed.allreduce_gradients()
         for parameter, count in zip(self.parameters, present.tolist(), strict=True):
             if not count:

@@ -9,6 +9,7 @@ the checkpoint is quantised.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,13 @@ def train(run: Run, reference: Reference, state: TrainerState, reporter: Reporte
 
 
 def step(
-    run: Run, reference: Reference, state: TrainerState, read: list[Batch], waited: float, started: float
+    run: Run,
+    reference: Reference,
+    state: TrainerState,
+    read: list[Batch],
+    waited: float,
+    started: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Take one optimizer step; ``read`` holds the micro-batches of this process.
 
@@ -76,7 +83,7 @@ def step(
         add_sums(sums, objective.sums)
         return found
 
-    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
+    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of, stopped=stopped)
     count = int(pairs)
     return {
         **advance(run, state, numbers, waited, started),

@@ -6,6 +6,7 @@ anchors (``train/dspark/anchors.py``). Checkpoints contain only the drafter; the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,14 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
     repeat(run, state, reporter, over_batches(run, state, partial(step, run, state)), partial(evaluate, run), run.save)
 
 
-def step(run: Run, state: TrainerState, read: list, waited: float, started: float) -> dict[str, Any]:
+def step(
+    run: Run,
+    state: TrainerState,
+    read: list,
+    waited: float,
+    started: float,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
     """Take one optimizer step; ``read`` holds the micro-batches of this process.
 
     Updates the counters in ``state`` and returns the step's record.
@@ -59,7 +67,7 @@ def step(run: Run, state: TrainerState, read: list, waited: float, started: floa
     def losses_of(batch: Batch, denominators: DraftDenominators) -> DraftLosses:
         return run.model.losses(**batch, denominators=denominators, objective=settings.objective)
 
-    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of)
+    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of, stopped=stopped)
     common, found = advance(run, state, numbers, waited, started), measures(numbers)
     return {**common, "loss": loss_of(found, settings.objective), **found}
 

@@ -326,7 +326,7 @@ def test_what_a_user_can_mend_ends_in_a_message(
 def test_our_own_mistake_in_training_keeps_its_traceback(
     compose_raw, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_) -> None:
+    def broken(*_, **given) -> None:
         raise ValueError("shapes do not match")
 
     monkeypatch.setattr(loop, "train_step", broken)

@@ -364,7 +364,7 @@ def main():
         world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, 1, 1, None, 20.0, 600.0, 1800.0, hardware))
         model = torch.nn.Linear(2, 2)
         engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
-        engine.backward(model(torch.ones(1, 2)).sum(), last=True), engine.reduce(), engine.step()
+        engine.backward(model(torch.ones(1, 2)).sum(), last=True), engine.reduce(engine.present()), engine.step()
         assert world.size == 1 and not torch.distributed.is_initialized() and "deepspeed" not in sys.modules
     sys.exit(75)
 

@@ -147,10 +147,10 @@ def test_wandb_records_offline_under_one_id_and_without_secrets(make_config, mon
     original = loop.train_step
 
     def ends(at: int, error: type[Exception]):
-        def step(run, batches, done, *rest):
+        def step(run, batches, done, *rest, **given):
             if done == at:
                 raise error
-            return original(run, batches, done, *rest)
+            return original(run, batches, done, *rest, **given)
 
         return step
 
@@ -189,10 +189,10 @@ def test_tensorboard_has_the_numbers_of_every_step_once(make_config, monkeypatch
     settings = ("logger=tensorboard", "logger.progress=false")
     config, original = make_config(*settings), loop.train_step
 
-    def crash(run, batches, done, *rest):
+    def crash(run, batches, done, *rest, **given):
         if done == 5:
             raise MemoryError
-        return original(run, batches, done, *rest)
+        return original(run, batches, done, *rest, **given)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", crash)

@@ -109,10 +109,10 @@ def test_resumed_runs_are_the_same(make, monkeypatch) -> None:
     assert numbers(shorter.run_dir)[-1]["step"] == 3
     original = loop.train_step
 
-    def crash(run, batches, done, *rest):
+    def crash(run, batches, done, *rest, **given):
         if done == 5:
             raise MemoryError
-        return original(run, batches, done, *rest)
+        return original(run, batches, done, *rest, **given)
 
     config = make("name=parts")
     with monkeypatch.context() as patch:
