@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall
-.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo studies $(STUDIES:%=study-%) test slurm-check bench
+STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall distill
+.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo distill-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed bench-million lint docs docs-check coverage clean
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make sft-demo | lora-demo | vision-demo   fine-tune on a small task: all weights, adapters, images (minutes each)"
 	@echo "make rl-demo      fine-tune a small model to reason, then reinforcement learning at four efforts (minutes)"
 	@echo "make dspark-demo  train a drafter for the demo model, and compare decoding with and without it (minutes)"
+	@echo "make distill-demo  train a small student with the demo model as its teacher, and without (minutes)"
 	@echo "make studies      compare methods, one table each: $(STUDIES:%=study-%)"
 	@echo "make test         run the quick tests"
 	@echo "make interop      install mlx-lm, lm-eval and nemo-automodel, and compare the model with what they compute"
@@ -55,6 +56,8 @@ dspark-demo: runs/demo/export/config.json
 	@$(PY) -m train task=dspark experiment=dspark_demo $(ARGS)
 	@$(PY) -m train.studies.drafter runs/dspark-demo
 
+distill-demo: study-distill
+
 studies: $(STUDIES:%=study-%)
 
 $(STUDIES:%=study-%): study-%: install
@@ -66,6 +69,11 @@ study-recall: .cache/examples/recall/train.jsonl
 	@$(PY) -m data.recall $(@D)
 
 study-draft_loss: runs/study/backbone/export/config.json
+
+study-distill: runs/demo-released/config.json
+
+runs/demo-released/config.json: runs/demo/export/config.json
+	@$(PY) -m train task=convert src=runs/demo/export dst=$(@D) format=released
 
 runs/study/backbone/export/config.json: | $(STAMP)
 	@$(PY) -m train task=pretrain experiment=study name=backbone output=runs/study checkpoint.export=plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from functools import partial
 from typing import Any
 
@@ -35,9 +34,7 @@ class DigitSource:
             key = hashlib.blake2b(pixels.tobytes(), digest_size=16).hexdigest()
             if (hash_share(key.encode()) < self.share) != (self.split == "validation"):
                 continue
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-            picture = Picture(key, file.getvalue(), pixels.shape[1], pixels.shape[0], FILE, index + 1)
+            picture = Picture(key, partial(Image.fromarray, pixels), pixels.shape[1], pixels.shape[0])
             parts = (picture, NAMES[digits.target[index]])
             yield Document(parts, FILE, index + 1), partial(int, index + 1)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from model.config import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig, VisionConfig
     from model.dspark import Draft, Drafted, Drafter, DraftLoss, build_drafter, load_drafter
     from model.generation import Generator, Request, Sample, generate
-    from model.loss import Objective, reverse_kl, token_log_probs
+    from model.loss import Objective, cross_entropy_sum, forward_kl, reverse_kl, token_log_probs
     from model.recall import indexer_recall
     from model.training_losses import LossDenominators, Losses
 
@@ -67,6 +67,8 @@ _HOME = {
     "build_drafter": "model.dspark",
     "build_model": "model.build",
     "convert_checkpoint": "model.checkpoint.convert",
+    "cross_entropy_sum": "model.loss",
+    "forward_kl": "model.loss",
     "generate": "model.generation",
     "indexer_recall": "model.recall",
     "load_drafter": "model.dspark",
@@ -101,6 +103,8 @@ __all__ = [
     "build_drafter",
     "build_model",
     "convert_checkpoint",
+    "cross_entropy_sum",
+    "forward_kl",
     "generate",
     "indexer_recall",
     "load_drafter",

@@ -1,8 +1,8 @@
 """Losses that are computed over chunks of tokens, so that the [T, vocab] logits are never all in memory during
 training.
 
-`cross_entropy_sum` is the loss of training on text. `token_log_probs` and `reverse_kl` return a value for every
-position, for objectives that weight, clip or mask single tokens.
+`cross_entropy_sum` is the loss of training on text. `token_log_probs`, `reverse_kl` and `forward_kl` return a value for
+every position, for objectives that weight, clip or mask single tokens.
 """
 
 from __future__ import annotations
@@ -215,6 +215,60 @@ class _ReverseKL(torch.autograd.Function):
             return own.exp() * (own - other - divergence[rows, None]) * grad[rows, None]
 
         return *_head_gradients(ctx, hidden, weight, d_logits), None, None
+
+
+def forward_kl(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, top_k: int | None = None
+) -> Tensor:
+    """KL(teacher || student) at every position, in nats, fp32 [R] (fp64 for fp64 input): over the whole vocabulary, or
+    with `top_k` over the teacher's k likeliest tokens and one more class, which stands for all other tokens.
+
+    The classes of `top_k` are those of the whole vocabulary taken together, so the result is at most the divergence
+    over the whole vocabulary. Shapes and gradients are as in `reverse_kl`.
+    """
+    top_k = None if top_k is None or top_k >= weight.shape[0] else top_k
+    return _ForwardKL.apply(hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), top_k)
+
+
+class _ForwardKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, top_k: int | None):
+        cast, teacher = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
+        divergence = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+        for rows in _chunks(hidden, weight):
+            own = _logits(hidden[rows], cast).log_softmax(-1)
+            other = _logits(teacher_hidden[rows], teacher).log_softmax(-1)
+            if top_k is not None:
+                best = other.topk(top_k, dim=-1).indices
+                own, other = _with_the_rest(own, best), _with_the_rest(other, best)
+            divergence[rows] = (torch.special.xlogy(other.exp(), other.exp()) - other.exp() * own).sum(-1)
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight)
+        ctx.top_k = top_k
+        return divergence
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden, weight, teacher_hidden, teacher_weight = ctx.saved_tensors
+        teacher = teacher_weight.to(teacher_hidden.dtype)
+
+        def d_logits(rows: slice, logits: Tensor) -> Tensor:
+            own = logits.log_softmax(-1)
+            other = _logits(teacher_hidden[rows], teacher).log_softmax(-1)
+            if ctx.top_k is None:
+                wanted = other.exp()
+            else:  # the probability of the rest is divided over its tokens as the student divides it
+                best = other.topk(ctx.top_k, dim=-1)
+                rest = _with_the_rest(other, best.indices)[:, -1:] - _with_the_rest(own, best.indices)[:, -1:]
+                wanted = (own + rest).exp().scatter_(1, best.indices, best.values.exp())
+            return (own.exp() - wanted) * grad[rows, None]
+
+        return *_head_gradients(ctx, hidden, weight, d_logits), None, None, None
+
+
+def _with_the_rest(log_probs: Tensor, chosen: Tensor) -> Tensor:
+    """The log-probabilities [R, k + 1] of the chosen tokens int64 [R, k], and of all other tokens together."""
+    rest = log_probs.scatter(1, chosen, float("-inf")).logsumexp(-1, keepdim=True)
+    return torch.cat([log_probs.gather(1, chosen), rest], dim=-1)
 
 
 def _head_gradients(ctx, hidden: Tensor, weight: Tensor, d_logits) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,7 @@ subpackages. Each module or subpackage imports only those listed above it:
     origin                      the other checkpoints that a run reads again when it is continued
     run                         the start and the end that the runs of all tasks share
     dspark, rl, dpo             code of single tasks: drafters; reinforcement learning and distillation; preferences
+    teacher                     the teacher of task=distill_data, and the student's loss on given text
     planning                    what a job would cost on a layout of GPUs
     tasks                       one file for each task
     studies                     comparisons of many training runs, started by ``python -m train.studies``

@@ -29,6 +29,8 @@ def named(config: Config) -> dict[str, str]:
     for number, task in enumerate(config.rl.tasks if config.rl is not None else ()):
         if teacher := getattr(task, "teacher", None):
             found[f"rl.tasks[{number}].teacher"] = teacher
+    if config.distill_data is not None and config.distill_data.weight:
+        found["distill_data.teacher"] = config.distill_data.teacher
     return found
 
 
@@ -100,6 +102,11 @@ def renamed(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
     for key in check(config):
         if key == "init_from":
             tree["init_from"], tree["data"]["tokenizer"] = config.init_from, config.data.tokenizer
+        elif key == "distill_data.teacher":
+            assert config.distill_data is not None
+            tree["distill_data"]["teacher"] = config.distill_data.teacher
+            if config.init_from is None:
+                tree["data"]["tokenizer"] = config.data.tokenizer
         else:  # "rl.tasks[NUMBER].teacher"
             number = int(key[len("rl.tasks[") : key.index("]")])
             tree["rl"]["tasks"][number]["teacher"] = named(config)[key]

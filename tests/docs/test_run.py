@@ -62,7 +62,7 @@ def test_command(command: str, overrides: list[str], workplace: Path, tmp_path: 
     if any(word.startswith("adapter=") for word in overrides):
         train(tmp_path, ["task=sft", "lora=all", "init_from=FOLDER", "data.paths=[chats.jsonl]"])
     shown = train(tmp_path, overrides, _processes(command))
-    trains = _task(overrides) in ("pretrain", "sft", "rl", "distill", "dspark", "dpo")
+    trains = _task(overrides) in ("pretrain", "sft", "rl", "distill", "distill_data", "dspark", "dpo")
     if trains and not any(word.startswith("--") for word in overrides):
         assert "metrics:" in shown
 
@@ -102,11 +102,15 @@ def _sizes(overrides: list[str]) -> list[str]:
     if task in ("rl", "distill"):
         return [*extra, *[word for word in RL if task == "rl" or not word.startswith("rl.ahead")]]
     ranks = next((int(word[-1]) for word in overrides if word.startswith("parallel=ep")), 1)
-    extra += [f"task.global_batch_rows={2 * ranks}", f"task.sample_tokens={0 if task in ('dspark', 'dpo') else 4}"]
+    silent = task in ("dspark", "dpo", "distill_data")
+    extra += [f"task.global_batch_rows={2 * ranks}", f"task.sample_tokens={0 if silent else 4}"]
     if task in ("sft", "dpo"):
         return [*extra, "task.seq_len=64", "data.validation_share=0.2"]
     if started:
         return [*extra, "task.seq_len=64", "data.validation_share=0.3", "data.validation_rows=4"]
+    if task == "distill_data":  # the vocabulary of its teacher
+        text = ["data.validation_share=0.3", "data.validation_rows=4"]
+        return [*extra, "model=tiny", "model.text_config.vocab_size=4096", "task.seq_len=64", *text]
     if "data.source=image_text" in overrides:  # needs a vision tower, and has too little text for a tokenizer
         return [*extra, "data.tokenizer=FOLDER", "model.text_config.vocab_size=4096", "data.validation_share=0.3"]
     if any(word.startswith("task.eval_tasks=") for word in overrides):

@@ -8,7 +8,7 @@ from tiny import assert_same, gradients, tiny_model, tokens
 from torch import Tensor
 
 import model.loss
-from model import DeepseekV41, ForwardOptions, LossWeights, reverse_kl, token_log_probs
+from model import DeepseekV41, ForwardOptions, LossWeights, forward_kl, reverse_kl, token_log_probs
 from model.parallel.ranks import ONE_PROCESS
 from model.parallel.tables import Head
 
@@ -151,6 +151,28 @@ def test_reverse_kl_and_its_gradients(head) -> None:
     divergence.sum().backward()
     assert teacher[0].grad is None and teacher[1].grad is None
     assert reverse_kl(hidden, weight, hidden, weight).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("top_k", [None, 7, 3, 1])
+def test_forward_kl_and_its_gradients(head, top_k: int | None) -> None:
+    """Against the formula in fp64; with top-k, the tokens that are not the teacher's likeliest are one class."""
+    hidden, weight, _ = head
+    generator = torch.Generator().manual_seed(1)
+    teacher = [torch.randn(n, 3, generator=generator, dtype=torch.float64, requires_grad=True) for n in (5, 7)]
+    divergence = forward_kl(hidden, weight, *teacher, top_k)
+    q, p = (hidden @ weight.t()).softmax(-1), (teacher[0] @ teacher[1].t()).softmax(-1)
+    order = p.argsort(-1, descending=True)[:, : top_k or 7]
+    q_top, p_top = q.gather(1, order), p.gather(1, order)
+    expected = (p_top * (p_top / q_top).log()).sum(-1)
+    if top_k in (1, 3):
+        q_rest, p_rest = 1 - q_top.sum(-1), 1 - p_top.sum(-1)
+        expected = expected + p_rest * (p_rest / q_rest).log()
+        assert (divergence < forward_kl(hidden, weight, *teacher)).all()
+    torch.testing.assert_close(divergence, expected)
+    assert torch.autograd.gradcheck(lambda h, w: forward_kl(h, w, *teacher, top_k), (hidden, weight))
+    divergence.sum().backward()
+    assert teacher[0].grad is None and teacher[1].grad is None
+    assert forward_kl(hidden, weight, hidden, weight, top_k).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -51,7 +51,7 @@ def test_help_names_every_task_with_an_example_and_every_group() -> None:
     assert {path.stem for path in (CONF_DIR / "task").glob("*.yaml")} == set(TASKS)
     assert set(EXPLAINED) == GROUPS - {"task", "study"}
     for task in TASKS:
-        assert re.search(rf"^  {task} .+Needs .+?python -m train task={task} ", text, re.MULTILINE | re.DOTALL), task
+        assert re.search(rf"^  {task} .+Needs\s.+?python -m train task={task} ", text, re.MULTILINE | re.DOTALL), task
     for group in EXPLAINED:
         assert f"\n  {group} " in text
     assert "docs/configuration.md" in text

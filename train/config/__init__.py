@@ -9,7 +9,7 @@ Read the files in this order; each file imports only files listed above it:
 
     strict, problems        how the dataclass of a section is declared; the error that lists all problems
     tasks                   the names of the tasks, and the function that runs each
-    rollout, rl, dspark, dpo, plan    the sections of the configuration that only some tasks have
+    rollout, rl, dspark, dpo, distill_data, plan    the sections of the configuration that only some tasks have
     evaluation              the tasks (benchmarks) that a model is evaluated on
     schema                  the whole configuration, and those of the tasks that train nothing
     moved                   configuration keys and functions that were renamed

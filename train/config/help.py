@@ -47,7 +47,7 @@ def _task(name: str, width: int) -> Iterator[str]:
     comment = _comment(CONF_DIR / "task" / f"{name}.yaml")
     example = next(line.strip() for line in comment if line.strip().startswith("python -m train"))
     yield from _entry(name, comment[0], width)
-    yield f"{'':14}{example}"
+    yield f"{'':15}{example}"
 
 
 def _group(name: str, width: int) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _group(name: str, width: int) -> Iterator[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)
+    return textwrap.wrap(text, width, initial_indent=f"  {name:13}", subsequent_indent=" " * 15)
 
 
 def _comment(path: Path) -> list[str]:

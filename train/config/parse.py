@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, cast
 
@@ -72,6 +73,8 @@ def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
         raw = OmegaConf.create({key: value for key, value in _plain(raw).items() if key not in unused})
     elif isinstance(init_from := _value(raw, "init_from"), str):
         raw = OmegaConf.create(_with_pretrained(_plain(raw), init_from))
+    elif isinstance(section := _value(raw, "distill_data"), Mapping):
+        raw = OmegaConf.create(_with_tokenizer_of(_plain(raw), section.get("teacher")))
     return cast(dict[str, Any], OmegaConf.to_container(raw, resolve=True, throw_on_missing=False)), small
 
 
@@ -113,6 +116,17 @@ def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError([problem("dspark.drafter", drafter, str(error), "Correct the keys")]) from None
     return {**tree, "model": model}
+
+
+def _with_tokenizer_of(tree: dict[str, Any], teacher: Any) -> dict[str, Any]:
+    """Return the values with the tokenizer of the teacher, which a student without ``init_from`` uses."""
+    from train.checkpoint.init_from import find_pretrained
+
+    data = tree.get("data")
+    if isinstance(teacher, str) and isinstance(data, dict) and data.get("tokenizer", "train") == "train":
+        with suppress(ValueError):  # the rules of the section refuse what is no checkpoint
+            data["tokenizer"] = str(find_pretrained(teacher).tokenizer)
+    return tree
 
 
 def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:

@@ -54,6 +54,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _dspark_rules(config)
     yield from _plan_rules(config)
     yield from _dpo_rules(config)
+    yield from _distill_data_rules(config)
     yield from _parallel_rules(config.parallel, config.task)
     yield from length_rules(config, may_read_windows=not data_problems)
     yield from (({"task.eval_tasks"}, text) for text in eval_problems("task.eval_tasks", config.task.eval_tasks))
@@ -229,6 +230,18 @@ def _dpo_rules(config: Config) -> Iterator[tuple[set[str], str]]:
     if config.lora.dropout:
         rule = "dropout would change the policy's log-probabilities at random, which DPO compares with the reference"
         yield {"lora.dropout"}, problem("lora.dropout", config.lora.dropout, rule, "Use lora.dropout=0")
+
+
+def _distill_data_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    yield from _section_rule(config, "distill_data", config.task.kind == "distill_data")
+    if config.distill_data is None:
+        return
+    key, name = "distill_data.teacher", config.distill_data.teacher
+    if reason := _not_a_checkpoint(name):
+        yield {key, "distill_data"}, problem(key, name, reason, "Correct the path")
+    if config.task.sample_tokens:
+        rule, remedy = "has no effect with task=distill_data, which writes no sample text", "Leave it out"
+        yield {"task.sample_tokens"}, problem("task.sample_tokens", config.task.sample_tokens, rule, remedy)
 
 
 def _model_rules(config: Config) -> Iterator[tuple[set[str], str]]:

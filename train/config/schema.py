@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from data import DataConfig
 from model import ForwardOptions, LossWeights
 from optim import Schedule, Settings
+from train.config.distill_data import DistillDataConfig
 from train.config.dpo import DpoConfig
 from train.config.dspark import DsparkConfig
 from train.config.evaluation import EvalEntry
@@ -239,6 +240,7 @@ class Config:
     dspark: DsparkConfig | None  # task=dspark only
     plan: PlanConfig | None  # task=plan only
     dpo: DpoConfig | None  # only for task=dpo
+    distill_data: DistillDataConfig | None  # task=distill_data only
     init_from: str | None  # checkpoint whose weights, model configuration and tokenizer the run starts from
 
     def with_precision(self, automatic: Literal["fp32", "bf16"]) -> Config:

@@ -8,6 +8,7 @@ TASKS = {
     "sft": "train.tasks.pretrain:run",
     "rl": "train.tasks.rl:run",
     "distill": "train.tasks.rl:run",
+    "distill_data": "train.tasks.distill_data:run",
     "dspark": "train.tasks.dspark:run",
     "dpo": "train.tasks.dpo:run",
     "plan": "train.tasks.plan:run",

@@ -268,6 +268,11 @@ def test_every_shipped_study_composes(name: str, tiny: list[str], tmp_path: Path
             run = build(parse(compose("train", overrides=open_overrides([*tiny, "model=study"]))))
         save_pretrained(run.model, tmp_path / "backbone", run.tokenizer)
         extra = [f"init_from={tmp_path}/backbone"]
+    if shipped.experiment == "distill_demo":  # needs a teacher
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            run = build(parse(compose("train", overrides=open_overrides([*tiny, "model=study"]))))
+        save_pretrained(run.model, tmp_path / "teacher", run.tokenizer)
+        extra = [f"distill_data.teacher={tmp_path}/teacher"]
     runner = Runner(shipped, tmp_path, extra, 2)
     jobs = [runner.job(arm, (s.tune.values[-1] if s.tune else None), 0) for arm, s in shipped.arms.items()]
     assert len({job.config.run_dir for job in jobs}) == len(jobs)  # arms really differ

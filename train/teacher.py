@@ -1,0 +1,108 @@
+"""The frozen teacher of a ``task=distill_data`` run, and the loss of a student on given text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from model import DeepseekV41, ModelConfig, cross_entropy_sum, forward_kl
+from train.build import Batch, Run
+from train.checkpoint.init_from import Pretrained, find_pretrained
+from train.config.distill_data import DistillDataConfig
+from train.config.problems import ConfigError, problem
+from train.rl.reference import load_teacher
+
+
+class TextObjective:
+    """Computes (1 - weight) * cross-entropy + weight * KL(teacher || student), summed over the supervised tokens of a
+    micro-batch, in the form that ``model.losses`` takes.
+
+    Args:
+        teacher: the teacher's final hidden states [R, d'] at the supervised tokens, and the weight [V, d'] of its
+            output head; None if its weight is 0.
+
+    Attributes:
+        sums: sums over the supervised tokens (detached, fp64): cross-entropy and KL, in nats.
+    """
+
+    NAMES = ("ce", "kl")
+
+    def __init__(self, settings: DistillDataConfig, teacher: tuple[Tensor, Tensor] | None):
+        self.settings, self.teacher = settings, teacher
+        self.sums: dict[str, Tensor] = {}
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        ce = cross_entropy_sum(hidden, weight, targets)
+        kl = torch.zeros_like(ce)
+        if self.teacher is not None:
+            kl = forward_kl(hidden, weight, *self.teacher, self.settings.top_k).sum()
+        self.sums = {"ce": ce.detach().double(), "kl": kl.detach().double()}
+        return (1 - self.settings.weight) * ce + self.settings.weight * kl
+
+
+class Teacher:
+    """The teacher of ``distill_data.teacher``. Every process holds it whole; its weights stay packed if the checkpoint
+    stores them quantised.
+
+    Raises:
+        ConfigError: its tokenizer or the size of its vocabulary differs from the student's.
+    """
+
+    def __init__(self, run: Run):
+        assert run.config.distill_data is not None
+        self.run, self.settings = run, run.config.distill_data
+        self.model: DeepseekV41 | None = None
+        origin = find_pretrained(self.settings.teacher)
+        if rule := vocabulary_problem(run, origin):
+            remedy = "Use a teacher with the student's tokenizer and vocabulary size"
+            raise ConfigError([problem("distill_data.teacher", self.settings.teacher, rule, remedy)])
+        if self.settings.weight:
+            self.model = load_teacher(run, self.settings.teacher).eval()
+
+    def prepared(self, batch: Batch) -> dict[str, Any]:
+        """Prepare a CPU batch for both models; the entry ``for_teacher`` has the inputs of the teacher, whose sequence
+        layout differs from the student's.
+        """
+        found = self.run.prepare(batch)
+        if self.model is not None:
+            layout = self.model.lay_out(**batch).to(self.run.device)
+            found["for_teacher"] = {**found, "layout": layout}
+        return found
+
+    def objective(self, batch: dict[str, Any]) -> TextObjective:
+        """Run the teacher on a prepared batch and return the student's objective. Call this method under
+        ``run.autocast``.
+        """
+        if self.model is None:
+            return TextObjective(self.settings, None)
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+            kept.append((hidden, weight))
+            return hidden.new_zeros(())
+
+        inputs = batch["for_teacher"]
+        with torch.no_grad():
+            self.model.losses(**inputs, denominators=self.model.loss_denominators(**inputs), objective=keep)
+        return TextObjective(self.settings, kept[0])
+
+
+def vocabulary_problem(run: Run, origin: Pretrained) -> str | None:
+    """Say why the checkpoint ``origin`` cannot teach the student: it has another tokenizer or another vocabulary size.
+    Return None if it can.
+    """
+    theirs = Tokenizer.from_file(str(origin.tokenizer))
+    size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
+    if _token_ids(theirs) != _token_ids(run.tokenizer):
+        return f"its tokenizer, {origin.tokenizer}, differs from the student's"
+    return None if size == own else f"its vocabulary has {size} entries, but the student's has {own}"
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parts of a tokenizer that determine the token ids of a text."""
+    found = json.loads(tokenizer.to_str())
+    return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
