@@ -44,6 +44,7 @@ CHANGEABLE = (
     "runtime.frozen",
     "runtime.recompute",
     "runtime.keep_combined",
+    "runtime.gather",
     "runtime.offload",
     "optim.schedule.",
     "optim.settings.",
