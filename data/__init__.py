@@ -9,7 +9,8 @@ into a batch; each file imports only files listed before it:
     files, images, tokenizer:   finds and decodes files; turns pixels into patches, and text into token ids.
     tokens:                     turns documents into token ids, in memory or in the cache.
     records:                    reads files of records (JSONL, JSON, Parquet, Arrow).
-    sources, chat, digits:      sources of texts and records, of conversations (a package), and of images of digits.
+    sources, chat:              sources of texts and records, and of conversations (a package).
+    image_folder, digits:       sources of images with captions beside them, and of images of digits.
     open:                       opens the configured sources and splits off the held-out data.
     packing, windows:           packs documents into rows; shuffles the rows.
     rows, lanes:                iterates over rows from one or several sources; deals streams out to ranks.

@@ -192,7 +192,8 @@ def argument_problems(
         (0 <= rank < world_size, f"rank={rank}: must be in 0..{world_size - 1}"),
         (
             not kind.images or vision is not None,
-            f"data.source={cfg.source}: this source has images, so the model needs a vision_config",
+            f"data.source={cfg.source}: this source has images, but the model has no vision tower (vision_config); use "
+            "a model with one, such as model=v41_100m, or init_from=runs/vision-base/export (from `make vision-demo`)",
         ),
         (
             not kind.images or special_ids(tokenizer).image is not None,

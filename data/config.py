@@ -43,6 +43,7 @@ class SourceKind:
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet", ".arrow")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
 TEXT_FORMATS = ("text", "tokens")
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", "tokens")
 SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
@@ -52,6 +53,7 @@ SOURCES = {  # by the name that `data.source` has; to add one, see data/open.py
     "parquet": SourceKind("data.open:open_parquet", suffixes=TABLES, streams=True),
     "hub": SourceKind("data.open:open_hub", paths="dataset", streams=True),
     "image_text": SourceKind("data.open:open_image_text", suffixes=JSONL + TABLES, streams=True, images=True),
+    "image_folder": SourceKind("data.open:open_image_folder", suffixes=IMAGES, streams=True, images=True),
     "chat": SourceKind("data.open:open_chat", suffixes=JSONL + TABLES, streams=True, conversations=True),
     "preference": SourceKind(
         "data.open:open_preference", suffixes=JSONL + TABLES, streams=True, conversations=True, pairs=True
@@ -72,6 +74,7 @@ class DataConfig:
         source: `stdlib` (the .py files of the running Python's standard library), `text` (one document per file),
             `jsonl` (JSON lines, or a JSON list), `parquet` (Parquet or Arrow), `hub` (a dataset id or local dataset
             folder, read with `datasets`), `image_text` (records whose `field` is a list of text and image parts),
+            `image_folder` (images, each with its caption in a .txt file of the same name),
             `chat` (conversations in files of records or a data set, see `data/chat`; a conversation is never cut),
             `preference` (pairs of a chosen and a rejected answer, read like `chat`; for task=dpo) or `digits`
             (scikit-learn's images of digits, with their names).

@@ -54,6 +54,17 @@ def open_image_text(cfg: DataConfig) -> Sources:
     return _open_records(cfg, ImageTextLines)
 
 
+def open_image_folder(cfg: DataConfig) -> Sources:
+    from data.image_folder import ImageFiles
+
+    files, held_out = _files(cfg)
+    return (
+        (ImageFiles(files), ImageFiles(held_out))
+        if held_out
+        else _split_records(ImageFiles(files), cfg.validation_share)
+    )
+
+
 def open_chat(cfg: DataConfig) -> Sources:
     return _open_conversations(cfg, ChatLines, ChatDataset)
 

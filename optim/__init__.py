@@ -1,6 +1,7 @@
 """Optimizer, learning-rate schedule and router balancing of the V4.1 report; independent of the model.
 
-Read groups.py and optimizer.py first. This package does not import `train`, `model` or `data`. Each file imports only
+Read groups.py and optimizer.py first; the report's table, which names a method for every parameter of the model, is
+train/param_groups.py. This package does not import `train`, `model` or `data`. Each file imports only
 files listed before it:
 
     check:                     checks that settings are valid.

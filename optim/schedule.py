@@ -47,7 +47,7 @@ class Schedule:
             (
                 self.decay_until_tokens >= self.constant_until_tokens,
                 f"constant_until_tokens: must be at most decay_until_tokens={self.decay_until_tokens!r} (the length of "
-                f"the run by default), got {self.constant_until_tokens!r}",
+                f"the run by default), got {self.constant_until_tokens!r}; in a shorter run, lower it too",
             ),
             (
                 self.vision_factor >= 0,

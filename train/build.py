@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed.tensor import DTensor
 
-from data import build_loaders, load_tokenizer, merge_positions, special_ids
+from data import Stats, build_loaders, load_tokenizer, merge_positions, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.build import allocate_model
 from model.checkpoint.names import check_packable
@@ -47,6 +47,7 @@ from train.param_groups import (
 )
 
 Batch = dict[str, torch.Tensor]
+MANY_EPOCHS = 10  # the log advises fewer tokens for a run that reads its training data more often than this
 
 
 @dataclass
@@ -292,6 +293,13 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
     )
 
 
+def epochs_text(tokens: int, epoch: int) -> str:
+    """Say in the log how often a run of ``tokens`` tokens reads its training data, of which there are ``epoch``."""
+    times = tokens / epoch
+    advice = "; lower task.tokens if the validation loss rises" if times > MANY_EPOCHS else ""
+    return f"the run reads the training data {times:,.2f} times (task.tokens={tokens}){advice}"
+
+
 class NoLoader:
     """Takes the place of the data loader in tasks whose model writes the training text; it has no state to save."""
 
@@ -327,6 +335,8 @@ def open_data(
         train_seq_len=task.seq_len,
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
+    if isinstance(train_batches.stats, Stats) and not config.data.streaming:
+        notes.append(epochs_text(config.task.tokens, train_batches.stats.tokens))
     return train_batches, valid_batches
 
 

@@ -35,6 +35,8 @@ from train.logging.log import NullReporter, Reporter
 from train.lora.peft_format import merged_record, read_changes
 from train.lora.serving import merge_report
 
+ANSWERS = ("sft", "dpo", "rl", "distill")  # tasks whose model answers questions
+
 
 @contextmanager
 def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]]:
@@ -170,6 +172,8 @@ def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -
         for line in export(run, directory / "export", drafter):
             reporter.log(line)
         reporter.log(f"export:     {directory / 'export'}")
+        if run.config.task.kind in ANSWERS:
+            reporter.log(f"ask it:     python -m train task=chat init_from={directory / 'export'}")
     if (picture := reporter.plot()) is not None:
         reporter.log(f"plot:       {picture}")
     reporter.log(f"metrics:    {directory / 'metrics.jsonl'}")

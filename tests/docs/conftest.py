@@ -47,6 +47,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_pretrained(model, folder / CHECKPOINTS[0], tokenizer, format="plain", companions=companions)
     for name in CHECKPOINTS[1:]:
         shutil.copytree(folder / CHECKPOINTS[0], folder / name, copy_function=os.link)
+    vision = {**raw, **yaml.safe_load((CONF_DIR / "model/study_vision.yaml").read_text(encoding="utf-8"))}
+    del vision["defaults"]
+    config, token_map, _ = fit_to_tokenizer(ModelConfig.from_dict(vision), tokenizer)
+    seeing = build_model(config, token_map=token_map)
+    save_pretrained(seeing, folder / "runs/vision-base/export", tokenizer, format="plain", companions=companions)
     return folder
 
 
@@ -66,6 +71,10 @@ def _write_data(folder: Path) -> None:
         for number in range(32)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    (folder / "scans").mkdir()
+    for number in range(32):
+        Image.new("RGB", (8, 8), (8 * number, 0, 0)).save(folder / f"scans/page{number}.png")
+        (folder / f"scans/page{number}.txt").write_text(f"Page {number}.", encoding="utf-8")
     chats = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"{n} plus 3?"}, *CHAT["messages"][1:]]}) + "\n"
         for n in range(64)

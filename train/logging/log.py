@@ -49,6 +49,8 @@ class Reporter:
         self.trackers: list[Any] = [wandb.start(config)] if config.logger.wandb else []
         if config.logger.tensorboard:
             self.trackers.append(TensorBoard(self.directory / "tensorboard", state.step + 1))
+        if config.logger.wandb:
+            self.log(wandb.place(self.trackers[0], config))
         if not available():
             self.log(f"{self.picture} is not drawn: matplotlib is not installed (pip install matplotlib)")
 

@@ -33,6 +33,13 @@ def start(config: Config) -> Any:
     return run
 
 
+def place(run: Any, config: Config) -> str:
+    """Say in the log where a W&B run is, and how one that was recorded offline is sent."""
+    if run.url:
+        return f"W&B: {run.url}"
+    return f"W&B run {run.id} is recorded offline; send it with: wandb sync {config.run_dir}/wandb/offline-run-*"
+
+
 def _mode(seconds: float = 3.0) -> Literal["online", "offline"] | None:
     """Choose the W&B mode: online if an API key exists and the server answers within ``seconds``, otherwise offline.
 

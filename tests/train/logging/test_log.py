@@ -167,6 +167,10 @@ def test_wandb_records_offline_under_one_id_and_without_secrets(make_config, mon
     found = sorted(map(wandb_records, recorded), key=lambda one: (one[0][-1], one[1]))
     assert found == [([0], 1), ([0, 1, 2, 3], 3), (list(range(3, 7)), 0)]
     assert len(recorded) == 3 and all(path.name.endswith(f"-{identity}") for path in recorded)
+    log = (config.run_dir / "train.log").read_text()
+    assert (
+        log.count(f"W&B run {identity} is recorded offline; send it with: wandb sync {config.run_dir}/wandb/off") == 3
+    )
     files = [path for path in config.run_dir.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files) and len(files) > 10
     assert not [path for path in files if secret[:40].encode() in path.read_bytes()]

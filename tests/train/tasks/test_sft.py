@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,10 @@ def test_fine_tuning_begins_with_the_checkpoint_and_learns_the_answers(make_sft,
     assert asked == "<｜begin▁of▁sentence｜><｜User｜>Hello!<｜Assistant｜></think>"
     log = (config.run_dir / "train.log").read_text()
     assert f"weights: {base.run_dir}/export" in log and "sample: 'Hello!' is answered" in log
+    assert f"ask it:     python -m train task=chat init_from={config.run_dir}/export\n" in log
+    epoch = int(re.search(r"^train data: documents \d+ tokens (\d+)", log, re.MULTILINE)[1])
+    advice = "; lower task.tokens if the validation loss rises" if 3000 / epoch > 10 else ""
+    assert f"\nthe run reads the training data {3000 / epoch:.2f} times (task.tokens=3000){advice}\n" in log
 
 
 def test_the_export_is_the_model_and_can_be_named_again(make_sft, base: Config, tmp_path: Path) -> None:
