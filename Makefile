@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall distill
+STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall distill rare_rows heads
 .PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo distill-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed bench-million lint docs docs-check coverage clean
 
@@ -60,13 +60,17 @@ distill-demo: study-distill
 
 studies: $(STUDIES:%=study-%)
 
-$(STUDIES:%=study-%): study-%: install
+$(filter-out study-rare_rows,$(STUDIES:%=study-%)): study-%: install
 	@$(PY) -m train.studies $* $(ARGS)
 
 study-recall: .cache/examples/recall/train.jsonl
 
 .cache/examples/recall/train.jsonl: | $(STAMP)
 	@$(PY) -m data.recall $(@D)
+
+study-rare_rows: install
+	@$(PY) -m train.studies rare_rows $(ARGS)
+	@$(PY) -m train.studies.rows rare_rows $(filter-out --%,$(foreach word,$(ARGS),$(if $(findstring =,$(word)),$(word))))
 
 study-draft_loss: runs/study/backbone/export/config.json
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from model.parallel.exchange import exchange
 from model.parallel.ranks import RankGroup
-from model.quantize import KV_INDEX, KV_MAIN, KVFormat
-from model.summed_gradients import without_memory
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,12 @@ class GatherPlan:
         parts = rows.split(self.capacity)
         return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
 
-    def add_divided(self, rows: Tensor, slots: Tensor) -> None:
-        """Add the slots [N, ...] to the rows [ranks * capacity, ...] that `join` takes them from."""
-        for own, part in zip(rows.split(self.capacity), slots.split(self.sizes), strict=True):
-            own[: len(part)] += part
+    def divide(self, slots: Tensor) -> Tensor:
+        """The inverse of `join`, with zeros in rows without meaning."""
+        rows = slots.new_zeros(len(self.sizes), self.capacity, *slots.shape[1:])
+        for own, part in zip(rows, slots.split(self.sizes), strict=True):
+            own[: len(part)] = part
+        return rows.flatten(0, 1)
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
@@ -77,66 +77,34 @@ def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tu
     return tuple(torch.cat(pair) for pair in zip(rows, tensors, strict=True))
 
 
-def gather_entries(
-    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup, packed: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gather_entries(kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, Tensor]:
     """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
-    in one message. Returns the two, and a collector of gradients for each (see `model/summed_gradients.py`).
-
-    packed: send the codes and scales of the formats that both are rounded to already; the result is the same.
+    in one message.
 
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
     """
-    return _GatherSlots.apply(kv, keys, plan, ranks, (KV_MAIN, KV_INDEX) if packed else (None, None))
+    return _GatherSlots.apply(kv, keys, plan, ranks)
 
 
 class _GatherSlots(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        kv: Tensor,
-        keys: Tensor,
-        plan: GatherPlan,
-        ranks: RankGroup,
-        formats: tuple[KVFormat | None, KVFormat | None],
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.device = kv.device
+    def forward(ctx, kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.ranks, ctx.widths, ctx.types = plan, ranks, (kv.shape[1], keys.shape[1]), (kv.dtype, keys.dtype)
-        sent = [_as_sent(x, form) for x, form in zip((kv, keys), formats, strict=True)]
-        rows = torch.cat(sent, dim=1)
+        rows = torch.cat([kv, keys], dim=1)
         found = rows.new_empty(ranks.size * plan.capacity, rows.shape[1])
         dist.all_gather_single(found, rows, group=ranks.group)
-        parts = plan.join(found).split([x.shape[1] for x in sent], dim=1)
-        slots = [_as_values(*given) for given in zip(parts, formats, ctx.widths, ctx.types, strict=True)]
-        return *slots, *map(without_memory, slots)
+        parts = plan.join(found).split(ctx.widths, dim=1)
+        return tuple(part.to(dtype).contiguous() for part, dtype in zip(parts, ctx.types, strict=True))
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx, *grads: Tensor):
         plan, ranks = ctx.plan, ctx.ranks
-        rows = torch.zeros(ranks.size * plan.capacity, sum(ctx.widths), dtype=torch.float32, device=ctx.device)
-        for part, some in zip(rows.split(ctx.widths, dim=1), (grads[::2], grads[1::2]), strict=True):
-            for grad in some:
-                if grad is not None:
-                    plan.add_divided(part, grad)
+        rows = plan.divide(torch.cat([grad.float() for grad in grads], dim=1))
         own = rows.new_empty(plan.capacity, rows.shape[1])
         dist.reduce_scatter_single(own, rows, group=ranks.group)
         parts = own.split(ctx.widths, dim=1)
-        return *(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True)), None, None, None
-
-
-def _as_sent(x: Tensor, form: KVFormat | None) -> Tensor:
-    """Returns the rows x themselves, or with a format uint8 [rows, bytes]: the codes and the scales of each row."""
-    return x if form is None else torch.cat([part.view(torch.uint8) for part in form.pack(x)], dim=1)
-
-
-def _as_values(sent: Tensor, form: KVFormat | None, width: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_as_sent`: rows of `width` values."""
-    if form is None:
-        return sent.to(dtype).contiguous()
-    codes, scales = sent.split(form.widths(width), dim=1)  # both formats have scales of one byte
-    return form.unpack(codes.contiguous().view(form.codes), scales.contiguous().view(form.scale), width, dtype)
+        return *(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True)), None, None
 
 
 def sum_of_parts(part: Tensor, ranks: RankGroup) -> Tensor:

@@ -44,7 +44,6 @@ CHANGEABLE = (
     "runtime.frozen",
     "runtime.recompute",
     "runtime.keep_combined",
-    "runtime.gather",
     "runtime.offload",
     "optim.schedule.",
     "optim.settings.",

@@ -8,5 +8,6 @@ it:
     tables      formats a summary as tables for the screen and as Markdown
     runner      trains the runs of a study that do not exist yet, and reads their metrics
     __main__    the command line
+    rows        a separate command, which measures loss by row frequency, memory and time of optimizers for tables
     drafter     a separate command, which measures how much a drafter speeds up decoding
 """
