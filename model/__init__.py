@@ -10,7 +10,8 @@ In the list below, each file imports only from the lines above it (and from its 
     config
     no_wait, precision, kernels
     norm, rope, quantize, init
-    packed, parallel, layout, chunk, hyper, loss, sparse
+    packed
+    parallel, layout, chunk, hyper, loss, sparse
     rounding
     indexer, moe, engram, vision
     cache

@@ -12,7 +12,7 @@ from model.backbone import DeepseekV41
 from model.config import ForwardOptions, LossWeights, ModelConfig
 from model.engram import check_token_map, whole_token_map
 from model.init import init_weights
-from model.packed import empty_packed, packed_weights_aside
+from model.packed import empty_packed, packed_weights_aside, reserved_on_host
 from model.parallel.ranks import ONE_PROCESS, Parallel, mark_shards
 from model.quantize import Packing
 
@@ -60,7 +60,8 @@ def allocate_model(
         check_token_map(config.text, token_map)
     with torch.device("meta"):
         model = DeepseekV41(config, runtime, parallel, loss_weights)
-    _make_room_packed(cast_model(model, dtype), packing_of, torch.device(device))
+    tables_on_host = model.runtime.tables == "host" and torch.device(device).type != "meta"
+    _make_room_packed(cast_model(model, dtype), packing_of, torch.device(device), tables_on_host)
     with packed_weights_aside(model):
         model.to_empty(device=device)
     mark_shards(model)
@@ -68,12 +69,28 @@ def allocate_model(
     return model
 
 
-def _make_room_packed(model: nn.Module, packing_of: Callable[[str], Packing | None], device: torch.device) -> None:
+def _make_room_packed(
+    model: nn.Module, packing_of: Callable[[str], Packing | None], device: torch.device, tables_on_host: bool
+) -> None:
     for name, parameter in list(model.named_parameters()):
         packing = packing_of(name)
+        if tables_on_host and is_table(name) and packing is None:
+            raise ValueError(
+                "runtime.tables: 'host' needs a quantised checkpoint whose weights are kept packed and frozen, because "
+                "packed Engram tables are mapped from its files; use 'device'"
+            )
         if packing is not None:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, empty_packed(parameter.shape, packing, parameter.dtype, device))
+            if tables_on_host and is_table(name):
+                made = reserved_on_host(parameter.shape, packing, parameter.dtype)
+            else:
+                made = empty_packed(parameter.shape, packing, parameter.dtype, device)
+            setattr(model.get_submodule(parent), leaf, made)
+
+
+def is_table(name: str) -> bool:
+    """Whether the parameter with this name is an Engram table."""
+    return name.endswith(".engram.embed.weight")
 
 
 def cast_model(model: Cast, dtype: torch.dtype) -> Cast:

@@ -299,6 +299,8 @@ class ForwardOptions:
         keeps the inputs on the device.
     frozen: how the frozen weights of a quantised checkpoint are held in memory, for example under an adapter or in a
         teacher: "packed" in their stored form, or unpacked as "values". The results are the same.
+    tables: where the packed Engram tables of a frozen model are held: "device", or "host", which maps them from the
+        checkpoint's files into host memory and copies only the rows that are looked up. The results are the same.
     train_indexer: whether to compute the KL loss of the indexers; without it their parameters get zero gradients.
     probe: whether to compute also the attention mass over all visible entries, at quadratic cost (see
         `model.indexer_recall`).
@@ -318,6 +320,7 @@ class ForwardOptions:
     dispatch: Literal["plain", "fp8"] = "plain"
     offload: Literal["off", "inputs"] = "off"
     frozen: Literal["packed", "values"] = "packed"
+    tables: Literal["device", "host"] = "device"
     train_indexer: bool = True
     probe: bool = False
 
@@ -347,6 +350,12 @@ class ForwardOptions:
             )
         if self.frozen not in ("packed", "values"):
             raise ValueError(f"runtime.frozen: {self.frozen!r} is unknown, allowed are 'packed' and 'values'")
+        if self.tables not in ("device", "host"):
+            raise ValueError(f"runtime.tables: {self.tables!r} is unknown, allowed are 'device' and 'host'")
+        if self.tables == "host" and self.frozen != "packed":
+            raise ValueError(
+                "runtime.tables: 'host' needs runtime.frozen=packed, because only packed tables are mapped"
+            )
         if problem := kernels_problem(self.kernels):
             raise ValueError(f"runtime.kernels: {problem}")
 

@@ -29,17 +29,25 @@ class PackedWeight(Tensor):
 
     codes, scale: in the format of `Packing`; for a stack, the first axis is the experts. dtype: the dtype of the
     unpacked values, fp32 or bf16 (both represent them exactly). A transposed matrix has the same codes and scales, with
-    `transposed` set.
+    `transposed` set. on_host: whether the weight stays in host memory when its model is moved to a device; only the
+    rows that are looked up are then copied to the device.
     """
 
     codes: Tensor
     scale: Tensor
     packing: Packing
     transposed: bool
+    on_host: bool
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype, transposed: bool = False
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        packing: Packing,
+        dtype: torch.dtype,
+        transposed: bool = False,
+        on_host: bool = False,
     ) -> PackedWeight:
         shape = list(codes.shape)
         if packing.codes == torch.int8:
@@ -48,6 +56,7 @@ class PackedWeight(Tensor):
             shape[-2:] = shape[:-3:-1]
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device, requires_grad=False)
         self.codes, self.scale, self.packing, self.transposed = codes, scale, packing, transposed
+        self.on_host = on_host
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -55,12 +64,12 @@ class PackedWeight(Tensor):
         return f"PackedWeight({kind}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scale"], (self.packing, self.dtype, self.transposed)
+        return ["codes", "scale"], (self.packing, self.dtype, self.transposed, self.on_host)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> PackedWeight:
-        packing, dtype, transposed = meta
-        return cls(inner["codes"], inner["scale"], packing, dtype, transposed)
+        packing, dtype, transposed, on_host = meta
+        return cls(inner["codes"], inner["scale"], packing, dtype, transposed, on_host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Returns the weight itself, because frozen weights are shared between copies of a model."""
@@ -86,10 +95,16 @@ class PackedWeight(Tensor):
         """The unpacked rows selected by int64 `index` (any shape): [*index.shape, columns]."""
         if self.transposed or self.codes.dim() != 2 or self.packing.tile_rows != 1:
             return self.values()[index]
-        flat = index.flatten()
-        found = unpack(self.codes.index_select(0, flat), self.scale.index_select(0, flat), self.packing)
-        found = found.to(self.dtype).contiguous()
+        found = self.packed_rows(index.flatten()).values()
         return found if index.dim() == 1 else found.unflatten(0, index.shape)
+
+    def packed_rows(self, index: Tensor) -> PackedWeight:
+        """The rows selected by int64 `index` [N], still packed, on the device of `index`. The weight is a matrix with
+        scales for each row.
+        """
+        here = index.to(self.codes.device)
+        codes, scale = (part.index_select(0, here).to(index.device) for part in (self.codes, self.scale))
+        return self._like(codes=codes, scale=scale, on_host=False)
 
     def _like(self, **changes: Any) -> PackedWeight:
         given: dict[str, Any] = {
@@ -97,6 +112,7 @@ class PackedWeight(Tensor):
             "scale": self.scale,
             "dtype": self.dtype,
             "transposed": self.transposed,
+            "on_host": self.on_host,
         }
         given.update(changes)
         return PackedWeight(packing=self.packing, **given)
@@ -121,7 +137,7 @@ def _to_copy(weight: PackedWeight, *, dtype: torch.dtype | None = None, device: 
     dtype = dtype or weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         return weight.values().to(device=device, dtype=dtype)
-    if device is None:
+    if device is None or weight.on_host:
         return weight._like(dtype=dtype)
     return weight._like(codes=weight.codes.to(device), scale=weight.scale.to(device), dtype=dtype)
 
@@ -182,6 +198,13 @@ def frozen(codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype) -
     return torch.nn.Parameter(PackedWeight(codes, scale, packing, dtype), requires_grad=False)
 
 
+def reserved_on_host(shape: torch.Size, packing: Packing, dtype: torch.dtype) -> nn.Parameter:
+    """A packed weight that will stay in host memory. It takes no memory until `load_weights` maps the files into it."""
+    codes = torch.empty((), dtype=packing.codes).expand(packing.codes_shape(*shape))
+    scale = torch.empty((), dtype=torch.float8_e8m0fnu).expand(packing.scale_shape(*shape))
+    return nn.Parameter(PackedWeight(codes, scale, packing, dtype, on_host=True), requires_grad=False)
+
+
 def empty_packed(shape: torch.Size, packing: Packing, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Allocate a packed weight, or a stack of packed weights, whose unpacked values have the given shape."""
     *stack, rows, columns = shape
@@ -211,8 +234,12 @@ def packed_weights_aside(model: nn.Module) -> Iterator[None]:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """The number of bytes that a packed or plain weight occupies."""
-    return tensor.packed_bytes if isinstance(tensor, PackedWeight) else tensor.numel() * tensor.element_size()
+    """The number of bytes that a packed or plain weight occupies on its device. A weight that stays on the host counts
+    as nothing: its pages belong to the file cache of the operating system, which can drop them.
+    """
+    if isinstance(tensor, PackedWeight):
+        return 0 if tensor.on_host else tensor.packed_bytes
+    return tensor.numel() * tensor.element_size()
 
 
 def holds_packed(model: nn.Module) -> bool:

@@ -97,7 +97,8 @@ def load_weights(
         for source in sources:
             part = targets[source.name]
             if isinstance(part.tensor, PackedWeight):
-                _copy_stored(part.tensor, source)
+                # the tensors of `targets` are detached, and only the parameter itself can be given mapped codes
+                _copy_stored(model.get_parameter(source.name) if part.tensor.on_host else part.tensor, source)
                 done(part.tensor.numel() / total)
                 continue
             row = source.start
@@ -110,12 +111,18 @@ def load_weights(
     model.released_scales = released_scales  # type: ignore[assignment]
 
 
-def _copy_stored(target: PackedWeight, source: TensorSource) -> None:
-    """Copy the stored bytes of a quantised weight into a packed weight."""
-    if source.stored is None:
+def _copy_stored(target: Tensor, source: TensorSource) -> None:
+    """Copy the stored bytes of a quantised weight into a packed weight. A weight that stays on the host is mapped from
+    the file instead, and its values are not checked for NaN, because that would read all of it.
+    """
+    assert isinstance(target, PackedWeight)
+    if source.stored is None or source.mapped is None:
         raise ValueError(
             f"{source.name} is not stored quantised, so it cannot be kept packed; load the folder with packed=False"
         )
+    if target.on_host:
+        target.codes, target.scale = source.mapped()
+        return
     row, tile = 0, 0
     for codes, scale in source.stored():
         target.codes[row : row + len(codes)].copy_(codes)

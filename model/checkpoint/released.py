@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -167,7 +169,8 @@ class TensorSource(NamedTuple):
     store the tensor in, unless the writer asks for another. scales: returns the kept quantisation scales of the rows,
     if there are any. stored: yields the codes and scales of the same blocks, if the tensor is stored quantised.
     of_rows: returns the same tensor with a range of rows only, which must begin at the start of a tile. stored_as: is
-    called, after each block, with the values that the file represents for this block.
+    called, after each block, with the values that the file represents for this block. mapped: returns the codes and
+    scales of all rows as tensors that are mapped from the file, which are read only when they are used.
     """
 
     name: str
@@ -179,6 +182,7 @@ class TensorSource(NamedTuple):
     stored: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     of_rows: Callable[[slice], TensorSource] | None = None
     stored_as: Callable[[Tensor], None] | None = None
+    mapped: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 def deal_rows(sources: Iterable[TensorSource], ranks: RankGroup) -> Iterator[TensorSource]:
@@ -246,6 +250,20 @@ class Shards:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
+    def map(self, name: str) -> Tensor:
+        """A stored tensor, mapped from its file without being read. The tensor must not be written to."""
+        path, spelled, shape = self.headers[name]
+        dtype = _DTYPES[spelled]
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            first, stop = json.loads(file.read(length))[name]["data_offsets"]
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        pages.madvise(mmap.MADV_RANDOM)  # a look-up reads single rows far apart
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            raw = torch.frombuffer(pages, dtype=torch.uint8, count=stop - first, offset=8 + length + first)
+        return raw.view(dtype).view(shape)
+
     def plain(
         self, name: str, rows: slice | None = None, kept: Callable[[slice | None], Tensor] | None = None
     ) -> TensorSource:
@@ -292,8 +310,12 @@ class Shards:
         def read_scales() -> Tensor:
             return self.read(scale_name(name), None if whole_scales else tile_span(rows, packing))
 
+        def mapped() -> tuple[Tensor, Tensor]:
+            return self.map(name)[rows], self.map(scale_name(name))[tile_span(rows, packing)]
+
         of_rows = partial(self.quantised, name, packing)
-        return TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored, of_rows)
+        source = TensorSource(name, shape, torch.bfloat16, blocks, read_scales, rows.start, stored, of_rows)
+        return source._replace(mapped=mapped)
 
 
 class Stored(NamedTuple):

@@ -6,7 +6,7 @@ columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.no_wait import Watched, count_ids
+from model.packed import PackedWeight
 from model.parallel.exchange import exchange, exchange_counts
 from model.parallel.ranks import RankGroup, Shard, row_shard
 from model.precision import without_autocast
@@ -64,7 +65,7 @@ class Table(nn.Embedding, Watched):
         """
         shard = self.shard
         if shard.ranks.size == 1:
-            return Lookup(self.weight, ids)
+            return self._from_host(ids) if on_host(self.weight) else Lookup(self.weight, ids)
         wanted, index = ids.unique(return_inverse=True)
         counts = count_ids(wanted // shard.height, shard.ranks.size)
         _, send, receive = exchange_counts(counts, shard.ranks)
@@ -78,6 +79,11 @@ class Table(nn.Embedding, Watched):
         works: list[dist.Work] = []
         values = _Fetch.apply(self.weight, found, receive, send, shard.ranks, works)
         return Lookup(values, index, works[0])
+
+    def _from_host(self, ids: Tensor) -> Lookup:
+        """Copy the distinct rows of a table that stays in host memory, packed, to the device of `ids`."""
+        wanted, index = ids.unique(return_inverse=True)
+        return Lookup(cast(PackedWeight, self.weight).packed_rows(wanted), index)
 
     def complain(self, wrong: int, rows: int, evidence: list[int]) -> str:
         return self._complaint(f"row {evidence[0]}")
@@ -99,8 +105,8 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx, weight: Tensor, rows: Tensor, send: list[int], receive: list[int], ranks: RankGroup, works: list):
         ctx.save_for_backward(rows)
         ctx.height, ctx.send, ctx.receive, ctx.ranks = len(weight), send, receive, ranks
-        out = weight.new_empty(sum(receive), weight.shape[1])
-        found = weight.index_select(0, rows)
+        found = weight.index_select(0, rows)  # on the device of `rows`, also if the table stays in host memory
+        out = found.new_empty(sum(receive), weight.shape[1])
         works.append(dist.all_to_all_single(out, found, receive, send, group=ranks.group, async_op=True))
         return out
 
@@ -109,6 +115,11 @@ class _Fetch(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         (grad,) = exchange((grad,), ctx.receive, ctx.send, ctx.ranks)
         return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.height, -1, False), *(None,) * 5
+
+
+def on_host(weight: Tensor) -> bool:
+    """Whether a weight is packed and stays in host memory."""
+    return isinstance(weight, PackedWeight) and weight.on_host
 
 
 class Head(nn.Linear):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 import model.packed
@@ -18,6 +19,8 @@ from model.quantize import FP4_ROWS, FP8_ROWS, FP8_TILES, Packing, pack, unpack
 from tests import processes
 from tests.model.test_parallel import ranks_of
 from tests.model.tiny import tiny_model, tokens
+
+WORDS = Tokenizer(models.WordLevel({f"w{n}": n for n in range(61)}, unk_token="w0"))
 
 
 def packed_and_plain(packing: Packing, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -116,7 +119,7 @@ def test_copies_share_the_bytes_and_writes_are_refused() -> None:
 
 
 def folder_of(tmp_path: Path, **changes) -> Path:
-    save_pretrained(tiny_model(**changes), tmp_path / "quantised", format="released")
+    save_pretrained(tiny_model(**changes), tmp_path / "quantised", WORDS, format="released")
     return tmp_path / "quantised"
 
 
@@ -154,7 +157,7 @@ def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
     save_pretrained(packed, tmp_path / "values")
     save_pretrained(plain, tmp_path / "expected")
     for ours, theirs in (("again", "quantised"), ("values", "expected")):
-        for file in (tmp_path / theirs).iterdir():
+        for file in (tmp_path / theirs).glob("[!t]*"):  # all but the tokenizer
             assert file.read_bytes() == (tmp_path / ours / file.name).read_bytes(), file.name
 
 
@@ -164,15 +167,64 @@ def test_a_plain_folder_has_nothing_to_keep_packed(tmp_path: Path) -> None:
     assert not any(isinstance(parameter, PackedWeight) for parameter in loaded.parameters())
 
 
-def spread(rank: int, folder: str) -> list[Tensor]:
-    """Logits of packed and plain weights whose experts are split over two processes."""
-    split, ids = ranks_of(2), tokens(2, 40)
-    models = (load_pretrained(folder, packed=keep, parallel=Parallel(experts=split)) for keep in (True, False))
+ENGRAM = dict(engram=True, engram_compressed_vocab_size=64)
+HOST = ForwardOptions(tables="host")
+
+
+def test_tables_on_the_host_are_the_bytes_of_the_file(tmp_path: Path, monkeypatch) -> None:
+    """Mapped and never copied: a look-up unpacks each row that it needs once, and the results are equal."""
+    folder = folder_of(tmp_path, **ENGRAM)
+    device, host = (load_pretrained(folder, packed=True, runtime=runtime) for runtime in (None, HOST))
+    ours, theirs = (built.layers[1].engram.embed.weight for built in (host, device))
+    assert ours.on_host and not theirs.on_host and held_bytes(ours) == 0 < held_bytes(theirs)
+    assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
+    assert torch.equal(ours.values(), theirs.values())
+    moved = ours.to("meta", torch.bfloat16)
+    assert moved.on_host and moved.device.type == "cpu" and moved.codes is ours.codes
+    raw = (folder / "model.safetensors").read_bytes()
+    assert bytes(ours.codes.view(torch.uint8).flatten().numpy()) in raw
+    read: list[int] = []
+
+    def watched(codes: Tensor, scale: Tensor, packing: Packing) -> Tensor:
+        read.append(len(codes) if packing == FP8_ROWS else 0)
+        return unpack(codes, scale, packing)
+
+    monkeypatch.setattr(model.packed, "unpack", watched)
+    ids = tokens(2, 40)
     with torch.no_grad():
-        return [built(ids).logits for built in models]
+        assert torch.equal(host(ids).logits, device(ids).logits)
+    found = host.layers[1].engram.embed.look_up(torch.tensor([[3, 9], [9, 3]]))
+    assert len(found.values) == 2 and torch.equal(found.rows(), theirs.values()[torch.tensor([[3, 9], [9, 3]])])
+    monkeypatch.undo()
+    for ours, theirs in zip(trained_below(host), trained_below(device), strict=True):
+        assert torch.equal(ours, theirs)
+    save_pretrained(host, tmp_path / "again", format="released")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == raw
+
+
+def test_tables_that_are_not_packed_cannot_stay_on_the_host(tmp_path: Path) -> None:
+    save_pretrained(tiny_model(**ENGRAM), tmp_path / "plain", WORDS)
+    with pytest.raises(ValueError, match="runtime.tables: 'host' needs a quantised checkpoint"):
+        load_pretrained(tmp_path / "plain", packed=True, runtime=HOST)
+    with pytest.raises(ValueError, match="runtime.tables: 'host' needs runtime.frozen=packed"):
+        ForwardOptions(tables="host", frozen="values")
+
+
+def spread(rank: int, folder: str) -> list[Tensor]:
+    """Logits of packed and plain weights, and with tables on the host, whose experts and tables are split over two
+    processes.
+    """
+    split, ids = ranks_of(2), tokens(2, 40)
+    ways = ((True, None), (False, None), (True, HOST))
+    parallel = Parallel(experts=split, tables=split)
+    built = [load_pretrained(folder, packed=keep, runtime=runtime, parallel=parallel) for keep, runtime in ways]
+    table = built[2].layers[1].engram.embed.weight
+    assert table.on_host and len(table.codes) == len(table) == built[2].layers[1].engram.embed.shard.height
+    with torch.no_grad():
+        return [one(ids).logits for one in built]
 
 
 @pytest.mark.distributed
 def test_split_over_processes(tmp_path: Path) -> None:
-    for packed, plain in processes.run(2, spread, str(folder_of(tmp_path))):
-        assert torch.equal(packed, plain)
+    for packed, plain, host in processes.run(2, spread, str(folder_of(tmp_path, **ENGRAM))):
+        assert torch.equal(packed, plain) and torch.equal(packed, host)

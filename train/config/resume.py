@@ -42,6 +42,7 @@ CHANGEABLE = (
     "parallel.gpu_memory_gib",
     "parallel.hardware.",
     "runtime.frozen",
+    "runtime.tables",
     "runtime.recompute",
     "runtime.keep_combined",
     "runtime.offload",

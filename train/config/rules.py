@@ -36,6 +36,7 @@ def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
+    yield from _table_rules(config)
     yield from _weight_rounding_rules(config)
     data_problems = config.data.problems()
     for text in data_problems:
@@ -331,6 +332,13 @@ def _weight_rounding_rules(config: Config) -> Iterator[tuple[set[str], str]]:
             rule = "rounds weights that are trained, but this run keeps the weights of the model frozen"
             remedy = "Leave it out, or train all weights (lora=off, and not task=dspark)"
             yield {f"runtime.{key}", "lora.targets", "task.kind"}, problem(f"runtime.{key}", True, rule, remedy)
+
+
+def _table_rules(config: Config) -> Iterator[tuple[set[str], str]]:
+    if config.runtime.tables == "host" and not config.frozen_base and config.task.kind != "plan":
+        rule = "maps tables that are not trained, and this run trains them"
+        remedy = "Use device, or train an adapter: lora=all"
+        yield {"runtime.tables", "lora.targets"}, problem("runtime.tables", "host", rule, remedy)
 
 
 def _rl_section_problems(rl: RlConfig, kind: str, ranks: int, seq_len: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from math import ceil, prod
 from torch import nn
 
 from model import DeepseekV41, count
+from model.build import is_table
 from model.checkpoint.load import parameter_packing
 from model.moe import Experts
 from model.quantize import Packing
@@ -106,11 +107,14 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Param
         yield Parameter(name, count.part_of(name), shape, method, blocks and tuple(blocks), divided=divided)
 
 
-def frozen_parameters(model: nn.Module, packed: bool) -> Iterator[Parameter]:
-    """Yield every parameter of a frozen model. packed: whether the weights are kept in memory in the quantised formats
-    of the released checkpoint.
+def frozen_parameters(model: nn.Module, packed: bool, tables_on_host: bool = False) -> Iterator[Parameter]:
+    """Yield every parameter of a frozen model that is held on the device. packed: whether the weights are kept in
+    memory in the quantised formats of the released checkpoint. tables_on_host: whether Engram tables stay in host
+    memory; they are then left out.
     """
     for name, parameter in model.named_parameters():
+        if tables_on_host and is_table(name):
+            continue
         packing = parameter_packing(name) if packed else None
         yield Parameter(name, count.part_of(name), tuple(parameter.shape), packing=packing)
 

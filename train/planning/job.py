@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, count
+from model.build import is_table
 from model.config import drafter_problems
 from model.count import Flops
 from train.build import build_optimizer, freeze
@@ -36,7 +37,8 @@ class Job:
 
     - parameters: all parameters, first the trained ones in the order of the optimizer;
     - costs: FLOPs per token for each part of the model;
-    - teacher_bytes: bytes of the teacher, a frozen model that every process holds as a whole.
+    - teacher_bytes: bytes of the teacher, a frozen model that every process holds as a whole;
+    - host_table_bytes: bytes of the Engram tables that stay in host memory, over all shards.
     """
 
     model: DeepseekV41
@@ -45,6 +47,7 @@ class Job:
     parameters: list[Parameter]
     costs: dict[str, Flops]
     teacher_bytes: int
+    host_table_bytes: int = 0
 
     @cached_property
     def frozen(self) -> bool:
@@ -113,22 +116,25 @@ def job_of(config: Config) -> Job:
         model = build_model(ModelConfig.from_dict(config.model), runtime=config.runtime, device="meta")
         costs = count.flops(model, config.task.seq_len, config.runtime.candidate_pool)
         packed = config.runtime.frozen == "packed"
+        on_host = config.runtime.tables == "host" and (config.lora.on or kind == "dspark")
         drafter, dspark, teacher = None, None, 0
         if kind == "dspark":
             drafter, dspark = _drafter(model), DsparkConfig(**composed("task=dspark")["dspark"])
             optimizer = build_optimizer(replace(config, dspark=dspark), model.config, drafter)
-            parameters = [*trained_parameters(drafter, optimizer), *frozen_parameters(model, packed)]
+            parameters = [*trained_parameters(drafter, optimizer), *frozen_parameters(model, packed, on_host)]
             costs = _drafter_costs(model, drafter, dspark, costs)
         elif config.lora.on:
             adapter = list(adapter_parameters(model, config.lora))
-            parameters = [*adapter, *frozen_parameters(model, packed)]
+            parameters = [*adapter, *frozen_parameters(model, packed, on_host)]
             costs = _adapter_costs(model, adapter, costs)
         else:
             freeze(config, model)
             parameters = list(trained_parameters(model, build_optimizer(config, model.config, model)))
         if kind == "distill":
             teacher = _teacher_bytes(model, packed, 2 if config.parallel.precision == "bf16" else FP32)
-    return Job(model, drafter, dspark, parameters, costs, teacher)
+    tables = (p for p in frozen_parameters(model, packed) if is_table(p.name))
+    host_tables = sum(stored_bytes(p.shape, p.packing) for p in tables) if on_host else 0
+    return Job(model, drafter, dspark, parameters, costs, teacher, host_tables)
 
 
 def _drafter(model: DeepseekV41) -> Drafter:

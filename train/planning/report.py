@@ -56,6 +56,8 @@ def _layout_lines(p: ResourcePlan) -> list[str]:
     elif config.lora.on:
         trained = f"an adapter of rank {config.lora.rank} is trained on {', '.join(config.lora.targets)}"
     kept = f"; frozen weights are kept as {'stored' if config.runtime.frozen == 'packed' else 'fp32 values'}"
+    if tables := p.job.host_table_bytes:
+        kept += f", Engram tables in host memory ({tables / layout.table_shards / GIB:.2f} GiB a rank)"
     shared = f", each over {counted(layout.context_parallel, 'GPU')}" if layout.context_parallel > 1 else ""
     dense = f", dense matrices over {layout.dense_shards}" if layout.dense_shards > 1 else ""
     return [

@@ -17,6 +17,7 @@ from model.packed import PackedWeight, holds_packed
 from tests.train.tasks.test_sft import write_chats
 from train.build import build
 from train.config.parse import parse
+from train.config.problems import ConfigError
 from train.config.schema import Config
 from train.lora import inject
 from train.lora.peft_format import read_changes
@@ -131,6 +132,23 @@ def test_packed_weights_are_not_trained_by_mistake(quantised: Path) -> None:
     language_model.model.head.weight.requires_grad_(True)
     language_model(input_ids=ids, labels=ids).loss.backward()
     assert language_model.model.head.weight.grad.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_a_run_with_tables_on_the_host_is_the_run_on_packed_ones(make) -> None:
+    device, host = (make(f"name={kind}", f"runtime.tables={kind}", "task.tokens=300") for kind in ("device", "host"))
+    for config in (device, host):
+        pretrain.run(config)
+    assert len(losses(device)) > 2 and losses(device) == losses(host)
+    ours, theirs = (load_file(config.run_dir / "adapter/adapter_model.safetensors") for config in (device, host))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tables = sum(p.packed_bytes for p in build(host).model.parameters() if getattr(p, "on_host", False))
+    assert tables > 0 and build(device).memory()["weights"] - build(host).memory()["weights"] == tables
+
+
+def test_tables_that_are_trained_cannot_stay_on_the_host(make) -> None:
+    with pytest.raises(ConfigError, match='runtime.tables = "host": maps tables that are not trained'):
+        make("runtime.tables=host", "lora.targets=[]")
 
 
 @pytest.mark.slow

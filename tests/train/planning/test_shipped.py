@@ -10,6 +10,7 @@ from model import ModelConfig
 from train.config.parse import parse
 from train.config.resume import CHANGEABLE, differences
 from train.config.schema import Config, to_dict
+from train.planning.report import report
 from train.planning.resources import GIB, ResourcePlan, plan
 from train.planning.verdict import verdict
 
@@ -83,5 +84,9 @@ def test_an_adapter_of_the_released_model_fits_a_node(planned: Callable) -> None
         f"FITS: needs {p.total / GIB:.2f} of 139 GiB on a GPU, {139 - p.total / GIB:.2f} GiB are"
     )
     assert lines[1] == f"It would also fit with parallel.context_parallel=4: {four.total / GIB:.2f} GiB."
+    host = planned(*given, "runtime.tables=host")
+    tables = 196.6e9 * 33 / 32 / 8  # one byte a value and a scale for 32 values, over 8 GPUs
+    assert p.total - host.total == pytest.approx(tables, rel=1e-3) == host.job.host_table_bytes / 8
+    assert f"Engram tables in host memory ({host.job.host_table_bytes / 8 / GIB:.2f} GiB a rank)" in report(host)
     full = planned(*given[:2], "optim=adamw", given[3])
     assert not full.fits and "Nothing fits on 8 GPUs" in verdict(full)
