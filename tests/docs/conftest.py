@@ -39,7 +39,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(data)
     raw = yaml.safe_load((CONF_DIR / "model/tiny.yaml").read_text(encoding="utf-8"))
     # As many experts as the layouts of the pages divide.
-    raw["text_config"] |= {"vocab_size": 4096, "max_position_embeddings": 8192, "n_routed_experts": 384}
+    raw["text_config"] |= {"vocab_size": 4096, "max_position_embeddings": 32768, "n_routed_experts": 384}
     raw["text_config"]["moe_intermediate_size"] = 8
     config, token_map, _ = fit_to_tokenizer(ModelConfig.from_dict(raw), tokenizer)
     model = build_model(config, token_map=token_map)

@@ -40,6 +40,7 @@ RL = [
 COMMANDS = [(" ".join(words), overrides) for words in all_commands() if (overrides := overrides_of(words)) is not None]
 # Servers stand in tests/train/rl/test_http.py, data sets of the hub in tests/data/test_sources.py, mixtures in
 # tests/data/test_mixture.py.
+MOST_PROCESSES = 4
 NEEDS_MORE = ("rollout=sglang", "rollout=vllm", "data.source=hub", "data.mixture=")
 
 
@@ -54,6 +55,8 @@ def test_command(command: str, overrides: list[str], workplace: Path, tmp_path: 
     """As the command line runs it: exit code 0, and the last lines of a finished run."""
     if any(word.startswith(NEEDS_MORE) for word in overrides) or command.startswith("sbatch"):
         pytest.skip("needs inference servers, a hub or a Slurm; composed in test_docs.py")
+    if _processes(command) > MOST_PROCESSES:
+        pytest.skip("is for a node of GPUs; composed in test_docs.py")
     for item in workplace.iterdir():
         if item.name == "runs":
             shutil.copytree(item, tmp_path / "runs", copy_function=os.link)

@@ -1,8 +1,8 @@
-"""An adapter beside its packed base, in the form that serving engines load, and a report on what a merge rounded away.
+"""An adapter beside its packed base, in the form of serving engines, and a report on what a merge rounded away.
 
 Engines add the factors of an adapter to the products of quantised weights, so nothing of the change is rounded. They
 want one pair of factors for each expert, and add factors only where they call a linear layer. The names, and the layers
-that are called, are those of vLLM (`vllm/models/deepseek_v41`, September 2026): docs/one-node.md.
+that are called, are those of vLLM's language model (`vllm/models/deepseek_v41`, September 2026): docs/one-node.md.
 """
 
 from __future__ import annotations
