@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from data.chat.render import REQUIRED_TOKENS
@@ -30,8 +32,22 @@ from data.tokenizer import SpecialIds, cached_tokenizer, identity, read_tokenize
 from data.tokens import Encoder, TokenStore, file_sizes, tokenised
 from data.windows import PackingWindow, Stats, StoredWindows, StreamedWindows, whole_split
 
+T = TypeVar("T")
 
-def load_tokenizer(cfg: DataConfig) -> Tokenizer:
+
+class Once(Protocol):
+    """A function that calls its argument in one process of the run and returns the result in every process. It is what
+    keeps several processes from reading the same data."""
+
+    def __call__(self, make: Callable[[], T], /) -> T: ...
+
+
+def in_this_process(make: Callable[[], T]) -> T:
+    """The `Once` of a single process."""
+    return make()
+
+
+def load_tokenizer(cfg: DataConfig, once: Once = in_this_process) -> Tokenizer:
     """Return the tokenizer of a configuration: either read from a file, or trained once on the training split and
     cached.
 
@@ -39,6 +55,8 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     pickled copy of the tokenizer does not guarantee this. To display tokens, use `decode(ids,
     skip_special_tokens=False)`. Raises `DataError` if the tokenizer file is missing or is not a tokenizer, and
     ValueError that lists every problem of the configuration.
+
+    once: calls a function in one of the run's processes; the texts are hashed by that process only.
     """
     refuse(cfg.problems())
     if cfg.tokenizer != "train":
@@ -48,7 +66,7 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
         text = dataclasses.replace(part, source=SOURCES[part.source].tokenizer_source or part.source)
         sources.append(open_sources(text)[0])
     texts = _in_turn(source.read(BadRecordPolicy(cfg.on_error)) for source in sources)
-    texts_id = " ".join(source.identity(content=not cfg.streaming) for source in sources)
+    texts_id = once(lambda: " ".join(source.identity(content=not cfg.streaming) for source in sources))
     known = [sum(file_sizes(source).values()) for source in sources]
     size = {"num_bytes": sum(known)} if all(known) else {}
     return cached_tokenizer(texts, texts_id, cfg.vocab_size, cfg.on_error, cfg.cache_path, **size)
@@ -72,6 +90,7 @@ def build_loaders(
     vision: Mapping[str, Any] | None = None,
     step_rows: int | None = None,
     train_seq_len: int | None = None,
+    once: Once = in_this_process,
 ) -> tuple[TrainLoader, ValidationLoader | MixedValidation]:
     """Make the training loader and the validation loader of a configuration.
 
@@ -86,6 +105,8 @@ def build_loaders(
             `batch_size`. A stream is dealt out to so many lanes, so it gives the same steps on any number of ranks.
         train_seq_len: number of tokens in a row of the training loader, `seq_len` or more; None means `seq_len`. A
             position that was saved with another value can be loaded.
+        once: calls a function in one of the run's processes and returns the result in all of them. That process hashes
+            the data, and packs the held-out rows. All processes must call `build_loaders` together.
 
     Raises ValueError that lists every invalid argument or setting, and `DataError` for bad data.
     """
@@ -107,7 +128,7 @@ def build_loaders(
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
     pairs = any(SOURCES[part.source].pairs for part in parts.values())
     collators = [
-        Collator(length, special, next(filter(None, sizes.values()), None), pairs)
+        Collator(length, special, next(filter(None, sizes.values()), None), pairs, cfg.on_error)
         for length in (seq_len, train_seq_len)
     ]
     lanes = step_rows if any(part.streaming for part in parts.values()) else None
@@ -116,7 +137,7 @@ def build_loaders(
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)
-        source_id = train_source.identity(content=not part.streaming)
+        source_id, held_out_id = once(partial(_identities, part, train_source, validation_source))
         conversations = SOURCES[part.source].conversations
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=False, conversations=conversations)
         order = seed if part.shuffle else None
@@ -132,8 +153,9 @@ def build_loaders(
             "seed": seed,
         }
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
-        window = _held_out(part, validation_source, encoder)
-        held_out[name] = ValidationLoader(window, collators[0], batch_size, rank, world_size, part.validation_rows)
+        window = _held_out(part, validation_source, held_out_id, encoder, once)
+        rows_limit = part.validation_rows
+        held_out[name] = ValidationLoader(window, collators[0], batch_size, rank, world_size, rows_limit, once)
     weights = cfg.weights() if cfg.mixture else {"": 1.0}
     rows: RowReader | MixedRows | LaneRows
     if lanes is not None:
@@ -247,16 +269,24 @@ def _readers(
     return streamed
 
 
-def _held_out(cfg: DataConfig, source: Source, encoder: Encoder) -> PackingWindow:
-    """The held-out rows: all rows of the held-out source, or only the first `validation_rows` rows if it is
-    streamed.
+def _identities(cfg: DataConfig, train: Source, held_out: Source) -> tuple[str, str]:
+    """The identities of both sides of the data; a streamed held-out side is read in one process and needs none."""
+    return train.identity(content=not cfg.streaming), "" if cfg.streaming else held_out.identity()
+
+
+def _held_out(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, once: Once) -> PackingWindow:
+    """The held-out rows: all rows of the held-out source, or only the first `validation_rows` rows if it is streamed.
+    One process of the run packs them, and reads and tokenises a stream.
     """
     if cfg.streaming:
         tokens = cfg.validation_rows * encoder.seq_len
-        window = StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), tokens, None).load(0, 0, None)
+        window = once(
+            lambda: StreamedWindows(source, encoder, BadRecordPolicy(cfg.on_error), tokens, None).load(0, 0, None)
+        )
     else:
-        store = tokenised(source, source.identity(), encoder, cfg.on_error, cfg.cache_path)
-        window = whole_split(store, encoder.seq_len)
+        store = tokenised(source, source_id, encoder, cfg.on_error, cfg.cache_path)
+        rows = once(lambda: whole_split(store, encoder.seq_len).rows)
+        window = PackingWindow(store, rows, None, np.arange(len(store)))
     if not len(window.rows):
         raise _empty("validation", "there are too few documents to hold one out; raise", window.store)
     return window

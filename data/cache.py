@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,20 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def cached_text(path: Path, make: Callable[[], str]) -> str:
+    """The text of a small cache file. If the file does not exist, one process makes the text while others wait.
+
+    Raises `DataError` if the file cannot be written.
+    """
+    if not path.exists():
+        with locked(path):
+            if not path.exists():
+                text = make()
+                with atomic_file(path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 @contextmanager

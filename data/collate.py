@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from PIL import Image
 
 from data.document import Picture
-from data.images import TEXT, VisionSettings, preprocess
+from data.errors import BadRecordPolicy, DataError
+from data.images import GREY, TEXT, VisionSettings, load_picture, preprocess
 from data.tokenizer import SpecialIds
 from data.windows import PackingWindow
 
@@ -24,14 +26,24 @@ class Collator:
         seq_lens: int64 [B, pieces], the lengths of the pieces of documents in each row, padded with zeros. With
             `pairs`, every document is treated as two pieces: the conversation with the preferred answer, and the
             conversation with the rejected answer.
+    on_error: what happens if an image cannot be loaded, `stop` or `skip` (see `data.on_error`).
+
     A batch from a source with images also has:
         pixel_values: float32 [patches, 3, p, p], the patches of all images.
         image_grid_hws: int64 [images, 2], height and width of each image in patches.
         vision_token_types: int64 [B, S], the types of image tokens (see `Grid.token_types`), -1 for text.
     """
 
-    def __init__(self, seq_len: int, special: SpecialIds, vision: VisionSettings | None, pairs: bool = False):
+    def __init__(
+        self,
+        seq_len: int,
+        special: SpecialIds,
+        vision: VisionSettings | None,
+        pairs: bool = False,
+        on_error: str = "stop",
+    ):
         self.seq_len, self.special, self.vision, self.pairs = seq_len, special, vision, pairs
+        self.policy = BadRecordPolicy(on_error)
 
     def collate(self, chosen: list[tuple[PackingWindow, int]]) -> Batch:
         """Make a batch of the chosen rows, each given as (window, row number). The row number -1 stands for a row of
@@ -40,7 +52,7 @@ class Collator:
         shape = len(chosen), self.seq_len
         ids = np.full(shape, self.special.pad, np.int64)
         labels = np.full(shape, IGNORE_INDEX, np.int64)
-        pictures: list[tuple[int, int, Picture]] = []  # row, position in the row where the document begins, picture
+        pictures: list[tuple[int, slice, Picture]] = []  # row, place of the document in the row, picture
         lengths: list[list[int]] = []
         for i, (window, row) in enumerate(chosen):
             store, rows, at = window.store, window.rows, 0
@@ -57,13 +69,13 @@ class Collator:
                 if store.loss_mask is not None:
                     targets = np.where(store.loss_mask[first + 1 : first + length], targets, IGNORE_INDEX)
                 labels[i, at + 1 : at + length] = targets
-                pictures += [(i, at, picture) for picture in store.pictures.get(document, ())]
+                pictures += [(i, slice(at, at + length), picture) for picture in store.pictures.get(document, ())]
                 at += length
         width = max(1, *map(len, lengths)) if lengths else 1
         seq_lens = np.array([row + [0] * (width - len(row)) for row in lengths], np.int64)
         batch = {"input_ids": ids, "labels": labels, "seq_lens": seq_lens}
         if self.vision is not None:
-            batch |= self._images(ids, pictures)
+            batch |= self._images(ids, labels, pictures)
             labels[batch["vision_token_types"] != TEXT] = IGNORE_INDEX
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
@@ -74,19 +86,28 @@ class Collator:
         first = int((ids[1:] == self.special.bos).argmax()) + 1
         return [first, len(ids) - first]
 
-    def _images(self, ids: np.ndarray, pictures: list[tuple[int, int, Picture]]) -> dict[str, np.ndarray]:
+    def _images(
+        self, ids: np.ndarray, labels: np.ndarray, pictures: list[tuple[int, slice, Picture]]
+    ) -> dict[str, np.ndarray]:
         """The tensors of the images; each image belongs to the first image span in its document that has no image
-        yet.
+        yet. An image that cannot be loaded is reported to the policy; if the policy does not stop, the image becomes
+        grey and its document loses its labels.
         """
         vision = self.vision
         assert vision is not None
         size = vision.patch_size
         types = np.full(ids.shape, TEXT, np.int64)
         patches, grids = [np.zeros((0, 3, size, size), np.float32)], []
-        for row, first, picture in pictures:
-            pixels, grid = preprocess(picture.open(), vision)
-            free = (ids[row, first:] == self.special.image) & (types[row, first:] == TEXT)
-            begin = first + int(free.argmax())
+        for row, place, picture in pictures:
+            try:
+                image = load_picture(picture)
+            except DataError as error:
+                self.policy.report(error)
+                image = Image.new("RGB", (picture.width, picture.height), GREY)
+                labels[row, place] = IGNORE_INDEX
+            pixels, grid = preprocess(image, vision)
+            free = (ids[row, place] == self.special.image) & (types[row, place] == TEXT)
+            begin = place.start + int(free.argmax())
             types[row, begin : begin + grid.num_tokens] = grid.token_types()
             patches.append(pixels.numpy())
             grids.append(grid.patches)

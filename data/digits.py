@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,9 @@ class DigitSource:
             key = hashlib.blake2b(pixels.tobytes(), digest_size=16).hexdigest()
             if (hash_share(key.encode()) < self.share) != (self.split == "validation"):
                 continue
-            picture = Picture(key, partial(Image.fromarray, pixels), pixels.shape[1], pixels.shape[0])
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+            picture = Picture(key, file.getvalue(), pixels.shape[1], pixels.shape[0], FILE, index + 1)
             parts = (picture, NAMES[digits.target[index]])
             yield Document(parts, FILE, index + 1), partial(int, index + 1)
 

@@ -10,22 +10,38 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from data.errors import BadRecordPolicy, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """An image inside a document: its size in pixels, a key that identifies it, and how to load it.
+class FilePart:
+    """`size` bytes of a file, from byte `start` on."""
 
-    `open` returns a PIL image, or raises `DataError` if the image cannot be loaded.
+    path: Path
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image inside a document; `load_picture` of `data/images.py` decodes it.
+
+    Attributes:
+        key: identifies the image.
+        image: an image file, or where the bytes of one are.
+        width, height: the size in pixels as the image is shown.
+        file, line: the record that refers to the image, for errors.
     """
 
     key: str
-    open: Callable[[], Any]
+    image: Path | bytes | FilePart
     width: int
     height: int
+    file: str
+    line: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,14 @@ class DataError(ValueError):
         self.file, self.line, self.reason, self.detail = file, line, reason, detail
         where = f"{file}:{line}" if line else file
         super().__init__(f"{where}: {reason}" + (f": {detail}" if detail else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            self.file,
+            self.line,
+            self.reason,
+            self.detail,
+        )  # pickled: rank 0 sends its errors to others
 
 
 class BadRecordPolicy:

@@ -94,11 +94,13 @@ def _blanked(source: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _digits(split: str) -> Iterator[dict]:
+    from data.images import load_picture  # needs torch
+
     for document, _ in DigitSource(split, HELD_OUT_DIGITS).read(BadRecordPolicy("stop")):
         picture, name = document.parts
         assert isinstance(picture, Picture) and isinstance(name, str)
         file = io.BytesIO()
-        picture.open().save(file, "PNG")
+        load_picture(picture).save(file, "PNG")
         image = {"type": "image", "image": {"base64": base64.b64encode(file.getvalue()).decode()}}
         yield _chat([{"type": "text", "text": "Which digit is this?"}, image], name)
 

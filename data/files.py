@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.cache import cached_text
 from data.document import WHOLE, Share
 from data.errors import BadRecordPolicy, DataError
-from data.progress import Advance
+from data.progress import Advance, progress
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,48 @@ def stdlib_files() -> list[File]:
 
 def _not_in_corpus(name: str) -> bool:
     return name in STDLIB_EXCLUDED or name.startswith(STDLIB_EXCLUDED_PREFIXES)
+
+
+def files_hash(files: list[File], kind: str, content: bool, cache: Path | None = None) -> str:
+    """A hash of the text `kind` and of the name and content of each file. With `content=False`, the size of a file
+    replaces its content.
+
+    cache: a folder in which the hash of contents is kept as long as path, size and modification time of all files stay
+    the same, so that the files are not read again at the next start.
+    """
+    stamp = _stamp(files) if content and cache is not None else None
+    if stamp is None:
+        return _files_hash(files, kind, content)
+    assert cache is not None
+    key = hashlib.blake2b(f"{kind} {stamp}".encode(), digest_size=12).hexdigest()
+    return cached_text(cache / f"content-{key}.txt", lambda: _files_hash(files, kind, content))
+
+
+def _stamp(files: list[File]) -> str | None:
+    """Name, path, size and modification time of all files; None if a file cannot be found or was just written."""
+    digest, now = hashlib.blake2b(digest_size=16), time.time_ns()
+    for file in files:
+        try:
+            status = file.path.stat()
+        except OSError:
+            return None
+        if now - status.st_mtime_ns < JUST_WRITTEN_NS:
+            return None
+        digest.update(f"{file.name}\0{file.path.resolve()}\0{status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _files_hash(files: list[File], kind: str, content: bool) -> str:
+    digest = hashlib.blake2b(kind.encode(), digest_size=16)
+    with progress("reading the data files", total_bytes(files), shared=True) as advance:
+        for file in files:
+            digest.update(file.name.encode() + b"\0")
+            try:
+                size = file.path.stat().st_size
+                digest.update(content_hash(file.path, advance) if content else size.to_bytes(8, "big"))
+            except OSError as error:
+                digest.update(str(error.errno).encode())  # reading the file then reports the error to the policy
+    return digest.hexdigest()
 
 
 def content_hash(path: Path, advance: Advance = lambda amount: None) -> bytes:

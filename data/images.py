@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 
-from data.document import Picture
+from data.document import FilePart, Picture
 from data.errors import DataError
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
@@ -218,32 +218,59 @@ def _in_srgb(image: Image.Image) -> Image.Image:
 
 
 def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
-    """Check an image, given as a path or as bytes, and record its size. The pixels are not kept: each batch with the
-    image decodes it again.
+    """Read the size of an image, given as a path or as bytes, from its header. The image is decoded when it is used.
 
-    Raises `DataError` if the image is missing, damaged, of an unknown format or larger than MAX_PIXELS. The error gives
-    `file` and `line` of the record that refers to the image.
+    Raises `DataError` if the image is missing, of an unknown format or larger than MAX_PIXELS. The error gives `file`
+    and `line` of the record that refers to the image.
     """
-    name = f"image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
-
-    def opened() -> Image.Image:
-        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
-
-    with _data_errors(name, file, line), opened() as picture:
+    name = _name(image)
+    with _data_errors(name, file, line), _opened(image) as picture:
         width, height = picture.size
         if width * height > MAX_PIXELS:
             detail = f"{name} has {width}x{height} pixels, at most {MAX_PIXELS} are allowed"
             raise DataError(file, line, "image is too large", detail)
-        width, height = as_shown(
-            picture
-        ).size  # decode the image, so that a damaged one is found now and not in the middle of training
-
-    def load() -> Image.Image:
-        with _data_errors(name, file, line), opened() as picture:
-            return as_shown(picture)
-
+        if _is_turned(picture):
+            width, height = height, width
     key = hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else name
-    return Picture(key, load, width, height)
+    return Picture(key, image, width, height, file, line)
+
+
+def load_picture(picture: Picture) -> Image.Image:
+    """Decode an image, as an image viewer shows it.
+
+    Raises `DataError` if the image is missing or damaged, or has another size than when its document was read.
+    """
+    name = _name(picture.image)
+    with _data_errors(name, picture.file, picture.line), _opened(picture.image) as image:
+        shown = as_shown(image)
+    if shown.size != (picture.width, picture.height):
+        now, before = "x".join(map(str, shown.size)), f"{picture.width}x{picture.height}"
+        detail = f"{name} has {now} pixels, but {before} when its document was tokenised; empty data.cache_dir"
+        raise DataError(picture.file, picture.line, "image has changed", detail)
+    return shown
+
+
+def _name(image: Path | bytes | FilePart) -> str:
+    if isinstance(image, Path):
+        return str(image)
+    return f"image of {len(image) if isinstance(image, bytes) else image.size} bytes"
+
+
+def _opened(image: Path | bytes | FilePart) -> Image.Image:
+    if isinstance(image, FilePart):
+        with image.path.open("rb") as file:
+            file.seek(image.start)
+            image = file.read(image.size)
+    return Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
+
+
+def _is_turned(image: Image.Image) -> bool:
+    """Whether the camera orientation exchanges width and height, which Pillow itself takes into account for TIFF.
+    Reads the header only: without the condition, Pillow would decode a PNG to look for an orientation behind the
+    pixels.
+    """
+    known = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
+    return known and image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
 
 
 class _data_errors:

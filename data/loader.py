@@ -166,6 +166,7 @@ class ValidationLoader:
     Args:
         held_out: all held-out rows.
         limit: the number of held-out rows to use, which are drawn with a fixed seed. 0 means all.
+        once: calls a function in one process of the run and returns the result in all of them.
 
     Attributes:
         target_tokens, target_bytes: the number of supervised tokens in the batches of all ranks, and the number of
@@ -173,7 +174,14 @@ class ValidationLoader:
     """
 
     def __init__(
-        self, held_out: PackingWindow, collator: Collator, batch_size: int, rank: int, world_size: int, limit: int = 0
+        self,
+        held_out: PackingWindow,
+        collator: Collator,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        limit: int = 0,
+        once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ):
         store, rows = held_out.store, held_out.rows
         rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])
@@ -182,7 +190,7 @@ class ValidationLoader:
         self.stats = Stats()
         self.stats.add_store(store)
         self.stats.add_rows(rows, collator.seq_len)
-        self.target_tokens, self.target_bytes = _targets(self.window, collator.special)
+        self.target_tokens, self.target_bytes = once(lambda: _targets(self.window, collator.special))
 
     @property
     def bytes_per_token(self) -> float:

@@ -34,7 +34,12 @@ def open_sources(cfg: DataConfig) -> Sources:
     Raises `DataError` for a path without files, for a data set that cannot be opened, and if no data are left to train
     on or to hold out.
     """
-    return pkgutil.resolve_name(SOURCES[cfg.source].opener)(cfg)
+    opened: Sources = pkgutil.resolve_name(SOURCES[cfg.source].opener)(cfg)
+    for source in opened:
+        files = source.source if isinstance(source, HashSplit) else source
+        if hasattr(files, "hashes"):
+            files.hashes = cfg.cache_path
+    return opened
 
 
 def open_stdlib(cfg: DataConfig) -> Sources:

@@ -30,8 +30,7 @@ from data.document import (
     value_of,
 )
 from data.errors import BadRecordPolicy, DataError
-from data.files import UNPACKING_ERRORS, File, content_hash, deal_files, decode, open_unpacked, total_bytes
-from data.progress import progress
+from data.files import UNPACKING_ERRORS, File, deal_files, decode, files_hash, open_unpacked
 from data.records import Item, name_of, read_records, without_nulls
 
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
@@ -48,6 +47,7 @@ class _Files:
     def __init__(self, files: list[File]):
         self.files = files
         self.own = WHOLE  # the share of the files that is read
+        self.hashes: Path | None = None  # a folder that keeps the hash of the files' contents
 
     def share(self, share: Share) -> Self:
         """Returns a source of one share of the documents; see `deal_files`. `identity` stays that of the whole
@@ -68,16 +68,7 @@ class _Files:
         """Returns a hash of the name of the source's class, of the field, and of the name and content of each file.
         With `content=False`, the size of a file replaces its content.
         """
-        digest = hashlib.blake2b(f"{type(self).__name__} {self.field}".encode(), digest_size=16)
-        with progress("reading the data files", total_bytes(self.files), shared=True) as advance:
-            for file in self.files:
-                digest.update(file.name.encode() + b"\0")
-                try:
-                    size = file.path.stat().st_size
-                    digest.update(content_hash(file.path, advance) if content else size.to_bytes(8, "big"))
-                except OSError as error:
-                    digest.update(str(error.errno).encode())  # `read` then reports the error to the policy
-        return digest.hexdigest()
+        return files_hash(self.files, f"{type(self).__name__} {self.field}", content, self.hashes)
 
 
 class TextFiles(_Files):

@@ -122,13 +122,14 @@ def cached_tokenizer(
     """
     key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
     path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
-    with locked(path):
-        if not path.exists():
-            log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
-            with progress("reading text for the tokenizer", min(num_bytes, TRAINING_BYTES)) as advance:
-                tokenizer = train_tokenizer(_head(texts, advance), vocab_size)
-            with atomic_file(path) as temporary:
-                tokenizer.save(str(temporary))
+    if not path.exists():  # nobody takes the lock of a complete entry
+        with locked(path):
+            if not path.exists():
+                log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
+                with progress("reading text for the tokenizer", min(num_bytes, TRAINING_BYTES)) as advance:
+                    tokenizer = train_tokenizer(_head(texts, advance), vocab_size)
+                with atomic_file(path) as temporary:
+                    tokenizer.save(str(temporary))
     return guard(Tokenizer.from_file(str(path)), str(path))
 
 

@@ -1,5 +1,5 @@
-"""Tokenises documents. The token ids are memory-mapped from the cache, or kept in memory for streams and documents with
-images.
+"""Tokenises documents. The token ids are memory-mapped from the cache, or kept in memory for streams. Of images, the
+cache has the size, the key, and the place of the image file (or the bytes, if the image came as bytes).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from data.cache import atomic_folder, locked
-from data.document import Control, Document, Picture, Source, Tokens
+from data.document import Control, Document, FilePart, Picture, Source, Tokens
 from data.errors import BadRecordPolicy, DataError
-from data.images import VisionSettings, plan_grid
+from data.images import VisionSettings, load_picture, plan_grid
 from data.progress import Advance, progress
 from data.tokenizer import BOS, EOS, identity, special_ids
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # raise it when the layout of the cache or the tokens of a document change
+VERSION = 4  # raise it when the layout of the cache or the tokens of a document change
 BATCH = 128  # number of documents per call of the tokenizer
 
 
@@ -268,31 +268,25 @@ def _pictures(document: Document) -> list[Picture]:
 
 
 def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """Tokenise the documents of a source: into the cache in `folder`, or in memory if the documents can have images.
+    """The token store of a source, memory-mapped from the cache in `folder`. If the cache does not have it yet, the
+    source is tokenised into the cache first; each image is then decoded once, so that a damaged one is found now and
+    not in the middle of training.
 
     source_id: the result of `source.identity()`, which the caller passes because computing it reads all files. Raises
     `DataError` for a bad record if `on_error` is `stop`; in this case nothing is written to the cache.
     """
-    if encoder.vision is None:
-        return _cached(source, source_id, encoder, on_error, folder)
-    policy = BadRecordPolicy(on_error)  # the cache cannot hold images
-    with documents_of(source, policy) as documents:
-        return collect(encoder.encode_all(documents, policy), policy)
-
-
-def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, folder: Path) -> TokenStore:
-    """The token store of a source without images, memory-mapped from the cache. If the cache does not have it yet, the
-    source is tokenised into the cache first.
-    """
     known = f"{VERSION} {source_id} {identity(encoder.tokenizer)} {encoder.count_bytes} {on_error}"
     if encoder.conversations:
         known += f" {encoder.seq_len}"  # longer conversations are bad records
+    if encoder.vision is not None:  # images are named by path, and their size in tokens follows from the settings
+        known += f" {encoder.seq_len} {encoder.vision} {[str(Path(file).resolve()) for file in file_sizes(source)]}"
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
-    with locked(path):
-        if not path.exists():
-            log.info("tokenising documents into the cache %s", path)
-            with atomic_folder(path) as temporary:
-                _write(source, encoder, BadRecordPolicy(on_error), temporary)
+    if not path.exists():  # nobody takes the lock of a complete entry
+        with locked(path):
+            if not path.exists():
+                log.info("tokenising documents into the cache %s", path)
+                with atomic_folder(path) as temporary:
+                    _write(source, encoder, BadRecordPolicy(on_error), temporary)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     return TokenStore(
         tokens=_map(path / "tokens.bin", encoder.dtype),
@@ -304,17 +298,51 @@ def _cached(source: Source, source_id: str, encoder: Encoder, on_error: str, fol
         formats=meta.get("formats", {}),
         unused=meta.get("unused", {}),
         loss_mask=_map(path / "loss_mask.bin", np.bool_) if encoder.conversations else None,
+        pictures=_read_pictures(path) if encoder.vision is not None else {},
     )
 
 
+def _read_pictures(folder: Path) -> dict[int, list[Picture]]:
+    found: dict[int, list[Picture]] = {}
+    with (folder / "pictures.jsonl").open(encoding="utf-8") as file:
+        for document, key, image, *rest in map(json.loads, file):
+            place = Path(image) if isinstance(image, str) else FilePart(folder / "pictures.bin", *image)
+            found.setdefault(document, []).append(Picture(key, place, *rest))
+    return found
+
+
+def _add_pictures(pictures: list[Picture], document: int, lines: TextIO, data: BinaryIO) -> None:
+    """Append the images of a document to the cache. Raises `DataError` if an image cannot be decoded; in this case
+    nothing is appended.
+    """
+    for picture in pictures:
+        load_picture(picture)
+    for picture in pictures:
+        image: Any = picture.image
+        if isinstance(image, bytes):
+            image = data.tell(), data.write(image)
+        else:
+            image = str(Path(image).absolute())
+        record = (document, picture.key, image, picture.width, picture.height, picture.file, picture.line)
+        lines.write(json.dumps(record) + "\n")
+
+
 def _write(source: Source, encoder: Encoder, policy: BadRecordPolicy, folder: Path) -> None:
-    lengths, num_bytes = [], 0
+    lengths: list[int] = []
+    num_bytes = 0
     with ExitStack() as files:
         documents = files.enter_context(documents_of(source, policy))
         tokens, byte_counts, loss_mask = (
             files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "byte_counts", "loss_mask")
         )
+        pictures = files.enter_context((folder / "pictures.jsonl").open("w", encoding="utf-8"))
+        picture_bytes = files.enter_context((folder / "pictures.bin").open("wb"))
         for encoded in encoder.encode_all(documents, policy):
+            try:
+                _add_pictures(_pictures(encoded.document), len(lengths), pictures, picture_bytes)
+            except DataError as error:
+                policy.report(error)
+                continue
             _append(tokens, encoded.ids)
             if encoded.byte_counts is not None:
                 _append(byte_counts, encoded.byte_counts)

@@ -212,7 +212,7 @@ def build(config: Config, world: World | None = None) -> Run:
     world = world or World(pick_device(config.parallel.device))
     config = settle_precision(config, world.device)
     check_size(config, world.device)
-    tokenizer = load_tokenizer(config.data)
+    tokenizer = load_tokenizer(config.data, world.once)
     given = ModelConfig.from_dict(config.model)
     model_config, token_map, notes = fit_to_tokenizer(given, tokenizer)
     if config.init_from is not None and token_map is not None:
@@ -333,6 +333,7 @@ def open_data(
         vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
         step_rows=task.global_batch_rows,
         train_seq_len=task.seq_len,
+        once=world.once,
     )
     notes += [f"train data: {train_batches.stats}", f"validation data: {valid_batches.stats}"]
     if isinstance(train_batches.stats, Stats) and not config.data.streaming:

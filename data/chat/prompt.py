@@ -44,10 +44,10 @@ class Prompt:
             return None
         import torch
 
-        from data.images import preprocess
+        from data.images import load_picture, preprocess
 
         assert self.vision is not None, "a prompt with images must have vision settings"
-        found = [preprocess(picture.open(), self.vision) for picture in self.pictures]
+        found = [preprocess(load_picture(picture), self.vision) for picture in self.pictures]
         return {
             "pixel_values": torch.cat([patches for patches, _ in found]),
             "image_grid_hws": torch.tensor([grid.patches for _, grid in found]),

@@ -5,8 +5,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from data import DataConfig, build_loaders, load_tokenizer
+from data.files import _hashes, _read_hash
 from data.open import open_sources
 from data.tokenizer import train_tokenizer
+from data.windows import whole_split
 
 
 def text_folder(path, texts):
@@ -65,3 +67,32 @@ def test_every_problem_of_the_arguments_is_reported_at_once(tokenizer):
         build_loaders(cfg, tokenizer, seq_len=1, batch_size=3, rank=2, world_size=2)
     for key in ("window_tokens=0", "seq_len=1", "batch_size=3", "rank=2", "vision_config"):
         assert key in str(caught.value)
+
+
+def test_the_data_are_hashed_and_the_held_out_rows_packed_by_one_process(tmp_path, texts, monkeypatch):
+    """Every file is read once for its hash, and not again at the next start while size and time stay the same."""
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(texts[number][:2000])
+        os.utime(tmp_path / f"{number}.txt", (1e9, 1e9))
+    cfg = DataConfig("text", [str(tmp_path)], cache_dir=str(tmp_path / ".cache"), validation_share=0.3, vocab_size=512)
+    cfg.window_tokens, hashed, packed, results = 800, [], [], []
+
+    def first(make):  # rank 0 calls the function, and the ranks after it get its results in the same order
+        results.append(make())
+        return results[-1]
+
+    monkeypatch.setattr("data.files._read_hash", lambda path, advance: hashed.append(path) or _read_hash(path, advance))
+    monkeypatch.setattr("data.build.whole_split", lambda *given: packed.append(given) or whole_split(*given))
+    for start in (0, 1):
+        for rank in range(3):
+            _hashes.clear()  # another process
+            answers = iter(list(results))
+            once = first if rank == 0 else lambda make, answers=answers: next(answers)
+            tokenizer = load_tokenizer(cfg, once)
+            build_loaders(cfg, tokenizer, seq_len=64, batch_size=3, rank=rank, world_size=3, once=once)
+        assert sorted(hashed) == sorted(tmp_path.glob("*.txt")) and len(packed) == start + 1
+        results.clear()
+    os.utime(tmp_path / "3.txt", (1e9, 1e9 + 1))
+    before = len(hashed)
+    load_tokenizer(cfg)
+    assert len(hashed) > before

@@ -6,6 +6,7 @@ import torch
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.digits import NAMES, DigitSource
 from data.errors import BadRecordPolicy
+from data.images import load_picture
 
 from .conftest import VISION
 
@@ -24,8 +25,10 @@ def test_digits_are_split_without_overlap_and_keep_their_names():
     data = load_digits()
     for document in held_out[:20]:
         assert document.text == NAMES[data.target[document.line - 1]]
-        image = document.parts[0].open()
-        assert image.size == (8, 8) and image.getextrema()[1] == 255 * int(data.images[document.line - 1].max()) // 16
+        image = load_picture(document.parts[0])
+        assert (
+            image.size == (8, 8) and image.getextrema()[0][1] == 255 * int(data.images[document.line - 1].max()) // 16
+        )
 
 
 def test_a_missing_library_is_named(monkeypatch):

@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 import struct
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from data import DataConfig, DataError, build_loaders, special_ids
 from data.errors import BadRecordPolicy
 from data.files import find_files
-from data.images import END, IMAGE, NEWLINE, START, VisionSettings, open_picture, plan_grid, preprocess
+from data.images import END, IMAGE, NEWLINE, START, VisionSettings, load_picture, open_picture, plan_grid, preprocess
 from data.sources import ImageTextLines
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -108,11 +109,9 @@ def bomb(path):
 
 
 def test_images_that_cannot_be_used_are_refused_by_name_before_training(folder):
-    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:-200])
     (folder / "text.png").write_text("no image")
     bomb(folder / "bomb.png")
     reasons = {
-        "cut.png": "corrupt image",
         "text.png": "unknown image format",
         "bomb.png": "image is too large",
         "absent.png": "missing image",
@@ -128,6 +127,83 @@ def test_images_that_cannot_be_used_are_refused_by_name_before_training(folder):
         assert name in str(error) and "\n" not in str(error)
         policy = BadRecordPolicy("skip")
         assert len(list(source.read(policy))) == 1 and policy.skipped == {reason: 1}
+
+
+def images(folder, name="train", **options):
+    """Configuration of documents with images."""
+    paths = {"paths": [str(folder / f"{name}.jsonl")], "validation_paths": [str(folder / "held.jsonl")]}
+    cache = str(folder / ".cache")
+    return DataConfig(source="image_text", field="content", cache_dir=cache, window_tokens=1000, **paths, **options)
+
+
+SETTINGS = VisionSettings(4, 2, 40, 64)
+
+
+def test_images_are_decoded_once_to_check_them_and_then_only_when_they_are_used(folder, tokenizer, monkeypatch):
+    decoded = []
+
+    def counted(picture, load=load_picture):
+        decoded.append(picture.key)
+        return load(picture)
+
+    monkeypatch.setattr("data.tokens.load_picture", counted)
+    monkeypatch.setattr("data.collate.load_picture", counted)
+    cfg = images(folder)
+    for expected in (4, 0):  # the cache keeps size and key
+        train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_size=2, vision=vars(SETTINGS))
+        assert len(decoded) == expected
+        batch = next(train)
+        assert len(decoded) == expected + len(batch["image_grid_hws"])
+        decoded.clear()
+
+
+def test_images_that_came_as_bytes_are_kept_in_the_cache(folder, tokenizer, tmp_path):
+    data = [(folder / f"{name}.png").read_bytes() for name in "ab"]
+    encoded = [{"base64": base64.b64encode(one).decode()} for one in data]
+    cfg = DataConfig(source="chat", field="messages", cache_dir=str(tmp_path / "cache"), validation_share=0.4)
+    records = [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]},
+                      {"role": "assistant", "content": "yes"}]}
+        for text, image in zip("abcdefgh", encoded * 4, strict=True)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    cfg.paths = [str(tmp_path / "chats.jsonl")]
+    found = []
+    for _ in range(2):
+        train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_size=2, vision=vars(SETTINGS))
+        found.append(next(train))
+    assert torch.equal(found[0]["pixel_values"], found[1]["pixel_values"]) and len(found[0]["image_grid_hws"])
+    expected = [preprocess(load_picture(open_picture(one, "", 0)), SETTINGS)[0] for one in data]
+    count = int(found[0]["image_grid_hws"][0].prod())
+    assert any(_equals(found[0]["pixel_values"][:count], one) for one in expected)
+
+
+def test_a_damaged_image_stops_the_run_or_costs_its_document_the_labels(folder, tokenizer):
+    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:-200])
+    (folder / "bad.jsonl").write_text(record("@cut.png", "text") + record("fine"))
+    with pytest.raises(DataError, match="bad.jsonl:1: corrupt image: .*cut.png"):
+        build_loaders(images(folder, "bad"), tokenizer, seq_len=160, batch_size=1, vision=vars(SETTINGS))
+    cfg = images(folder, "bad", on_error="skip")
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_size=1, vision=vars(SETTINGS))
+    assert train.stats.skipped == {"corrupt image": 1} and train.stats.documents == 1
+    # A stream does not decode ahead: the image is found damaged when it is used.
+    cfg.streaming, cfg.validation_rows, cfg.shuffle = True, 1, False
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_size=1, vision=vars(SETTINGS))
+    batch = next(train)
+    first, second = batch["seq_lens"][0, :2].tolist()
+    assert (batch["labels"][0, :first] == -100).all() and (batch["labels"][0, first + 1 : first + second] >= 0).all()
+    assert batch["pixel_values"].abs().max() < 0.01 and train.collator.policy.skipped == {"corrupt image": 1}
+    cfg.on_error = "stop"
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_size=1, vision=vars(SETTINGS))
+    with pytest.raises(DataError, match="bad.jsonl:1: corrupt image"):
+        next(train)
+
+
+def test_an_image_that_has_changed_since_it_was_tokenised_is_refused(folder):
+    picture = open_picture(folder / "a.png", "f.jsonl", 3)
+    Image.new("RGB", (9, 9)).save(folder / "a.png")
+    with pytest.raises(DataError, match="f.jsonl:3: image has changed: .* has 9x9 pixels"):
+        load_picture(picture)
 
 
 def test_whatever_a_decoder_raises_names_the_image(folder, monkeypatch):
@@ -211,7 +287,7 @@ def shown(image, format="PNG", **options):
     data = io.BytesIO()
     image.save(data, format, **options)
     picture = open_picture(data.getvalue(), "f.jsonl", 1)
-    pixels = np.array(picture.open())
+    pixels = np.array(load_picture(picture))
     assert pixels.shape == (picture.height, picture.width, 3)  # the span is planned from these
     return pixels
 

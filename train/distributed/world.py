@@ -4,10 +4,10 @@ collective operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from train.config.schema import Config
 from train.distributed.failure_detector import FailureDetector, message
 from train.distributed.launchers import LauncherError, ProcessInfo
 from train.errors import RankLost
+
+T = TypeVar("T")
 
 
 def pick_device(name: str, process: ProcessInfo = ProcessInfo()) -> torch.device:  # noqa: B008
@@ -142,6 +144,24 @@ class World:
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Call ``make`` on rank 0 and return its result, a picklable object, on every rank. If ``make`` refuses the
+        user's input, its error is raised on every rank.
+        """
+        if self.size == 1:
+            return make()
+        found: Any = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                found = make()
+            except (ValueError, OSError) as refused:
+                error = refused
+        found, error = self.from_first((found, error))
+        if error is not None:
+            raise error
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's ``value``, a picklable object, in the order of ranks."""

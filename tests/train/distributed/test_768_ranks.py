@@ -5,6 +5,7 @@ made-up world: groups of torch's fake backend, and a store whose other 767 users
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from data import DataError
 from model import ModelConfig, build_model
 from model.parallel.ranks import Parallel, RankGroup
 from optim.optimizer import STATE_KEYS
@@ -167,3 +169,22 @@ def test_ranks_of_768_that_did_not_start_are_named_in_spans() -> None:
     for rank in set(range(SIZE)) - {7, *range(64, 72), 767}:
         store.set(str(rank), "")
     assert failure_detector._absent(store, SIZE) == "ranks 7, 64-71, 767 of 768"
+
+
+def test_what_one_rank_computes_or_refuses_is_told_to_all() -> None:
+    sent: list = []
+
+    class Rank(World):
+        def from_first(self, value):
+            sent.append(pickle.dumps(value)) if self.first else None
+            return pickle.loads(sent[-1])
+
+    def refuse():
+        raise DataError("a.jsonl", 3, "blank line", "remove it")
+
+    ranks = [Rank(torch.device("cpu"), rank, 2) for rank in range(2)]
+    assert [rank.once(lambda rank=rank: f"made by {rank.rank}") for rank in ranks] == ["made by 0"] * 2
+    for rank in ranks:
+        with pytest.raises(DataError, match="a.jsonl:3: blank line: remove it") as caught:
+            rank.once(refuse)
+        assert caught.value.reason == "blank line"
