@@ -4,7 +4,7 @@
 into a batch; each file imports only files listed before it:
 
     errors, config, cache:      errors about bad input; the settings `data.*`; cache files that are written atomically.
-    progress:                   shows the progress of long work, with the time left.
+    progress, network:          shows the progress of long work; tries again what the network prevented.
     document:                   documents and their parts, and the interface of a source of documents.
     files, images, tokenizer:   finds and decodes files; turns pixels into patches, and text into token ids.
     tokens:                     turns documents into token ids, in memory or in the cache.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from data.build import build_loaders, load_tokenizer
     from data.collate import Batch
     from data.config import DataConfig
-    from data.errors import DataError
+    from data.errors import DataError, NetworkError
     from data.loader import TrainLoader, ValidationLoader, merge_positions
     from data.tokenizer import SpecialIds, special_ids
     from data.windows import Stats
@@ -41,6 +41,7 @@ _HOME = {
     "Batch": "data.collate",
     "DataConfig": "data.config",
     "DataError": "data.errors",
+    "NetworkError": "data.errors",
     "SpecialIds": "data.tokenizer",
     "Stats": "data.windows",
     "TrainLoader": "data.loader",
@@ -55,6 +56,7 @@ __all__ = [
     "Batch",
     "DataConfig",
     "DataError",
+    "NetworkError",
     "SpecialIds",
     "Stats",
     "TrainLoader",

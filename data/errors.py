@@ -36,6 +36,10 @@ class DataError(ValueError):
         )  # pickled: rank 0 sends its errors to others
 
 
+class NetworkError(DataError):
+    """Data could not be read over the network, although it was tried several times; another start may succeed."""
+
+
 class BadRecordPolicy:
     """Handles bad records as `data.on_error` says: `stop` raises their `DataError`, `skip` leaves the records out.
 

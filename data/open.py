@@ -16,8 +16,9 @@ from data.chat.source import ChatDataset, ChatLines, PairDataset, PairLines
 from data.config import SOURCES, DataConfig
 from data.digits import DigitSource
 from data.document import Source, hash_share
-from data.errors import DataError
+from data.errors import DataError, NetworkError
 from data.files import File, find_files, stdlib_files, suffix_of
+from data.network import retried
 from data.records import RECORD_SUFFIXES
 from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
 
@@ -164,7 +165,9 @@ def _load_dataset(cfg: DataConfig, split: str, reader: type[HubDataset]) -> HubD
             dataset = dataset.to_iterable_dataset() if cfg.streaming else dataset
         else:
             options = {"revision": cfg.hub_revision, "split": split, "streaming": cfg.streaming}
-            dataset = datasets.load_dataset(name, cfg.hub_name, **options)
+            dataset = retried(lambda: datasets.load_dataset(name, cfg.hub_name, **options), name)
+    except NetworkError:
+        raise
     except Exception as error:  # network errors, parsing errors and others
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(name, 0, "cannot open data set", f"split {split}: {reason}") from error

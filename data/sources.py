@@ -31,6 +31,7 @@ from data.document import (
 )
 from data.errors import BadRecordPolicy, DataError
 from data.files import UNPACKING_ERRORS, File, deal_files, decode, files_hash, open_unpacked
+from data.network import Tries, passes
 from data.records import Item, name_of, read_records, without_nulls
 
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
@@ -283,14 +284,22 @@ class HubDataset(_Records):
         yield from self._within(self._items(dataset, row), self.name, policy, done)
 
     def _items(self, dataset: Any, row: int) -> Iterator[tuple[Any, int, Position, Callable[[], Position]]]:
-        records = iter(dataset)
+        records, tries = iter(dataset), Tries(self.name)
         before = self._position(dataset, row) if self.several else None
         while True:
             try:
                 record = next(records)
+                tries.succeeded()
             except StopIteration:
                 return
             except Exception as error:  # builders of data sets raise exceptions of all kinds
+                if self.streaming and passes(error):
+                    tries.wait(error)
+                    reached = dataset.state_dict()
+                    dataset = _own_position(self.dataset)
+                    dataset.load_state_dict(reached)
+                    records = iter(dataset)
+                    continue
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise DataError(self.name, row + 1, "unreadable data set", reason) from error
             row += 1

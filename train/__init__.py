@@ -5,7 +5,7 @@ interested in, in ``tasks``. The modules at the top of this package are used by 
 subpackages. Each module or subpackage imports only those listed above it:
 
     errors                      the exceptions that end a run with a message, and their exit codes
-    signals                     the signals that stop a run
+    signals, start              the signals that stop a run; how long the parts of its start take
     checkpoint, lora.targets    the run state on disk and the checkpoints a run starts from; module names for LoRA
     config                      the typed configuration
     distributed                 the processes of a run, sums over them, and DeepSpeed

@@ -9,6 +9,7 @@ Exit codes of ``python -m train``:
     2      the configuration, an input file or the disk was refused, with a message
     3      training stopped because a loss or gradient was not finite
     4      another process of the run was lost; the same command continues from the last checkpoint
+    5      the data could not be read over the network after several tries; the same command continues as after 4
     75     the run was interrupted and its state saved; the same command continues it
     130    Ctrl-C ended the program at once; nothing was saved
     141    the program that reads the output, such as ``head``, has closed it

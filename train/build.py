@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from data import Stats, build_loaders, load_tokenizer, merge_positions, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, build_drafter, build_model, load_drafter
 from model.build import allocate_model
+from model.checkpoint.load import never_packed
 from model.checkpoint.names import check_packable
 from model.count import least_parameters
 from model.engram import build_token_map
@@ -197,11 +198,12 @@ class Run:
         return inject.Trained(self.model)
 
 
-def build(config: Config, world: World | None = None) -> Run:
+def build(config: Config, world: World | None = None, draw: bool = True) -> Run:
     """Build all objects of a run for this process.
 
     Args:
         world: the processes of the run; None means that this process is the only one.
+        draw: whether the weights are initialised. If not, the caller must load all of them from a checkpoint.
 
     Raises:
         ConfigError: the tokenizer does not fit the model.
@@ -220,7 +222,8 @@ def build(config: Config, world: World | None = None) -> Run:
     own = config.data.answers == "own"
     if not own:  # read before the model is made, which takes longer to fail
         train_batches, valid_batches = open_data(config, config.task, world, tokenizer, model_config, notes)
-    model: Any = make_model(config, model_config, token_map, world)
+    world.start.mark("data")
+    model: Any = make_model(config, model_config, token_map, world, draw)
     if config.checkpoint.export == "released":
         check_packable(model)
     if config.lora.on:
@@ -237,7 +240,9 @@ def build(config: Config, world: World | None = None) -> Run:
     if world.dense_mesh is not None:
         shard_dense(model, world.dense_mesh, world.parallel.dense, config.parallel.precision == "bf16")
     optimizer = build_optimizer(config, model_config, model, world)
+    world.start.mark("model")
     engine = Engine(world, model, optimizer)
+    world.start.mark("optimizer and groups")
     return Run(config, world, tokenizer, model_config, model, optimizer, engine, train_batches, valid_batches, notes)
 
 
@@ -265,13 +270,15 @@ def check_size(config: Config, device: torch.device) -> None:
         raise ConfigError([f"model: {needs}; a {where} like this one has {present / 2**30:.0f} GiB. {remedy}"])
 
 
-def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World) -> DeepseekV41:
+def make_model(
+    config: Config, model_config: ModelConfig, token_map: torch.Tensor | None, world: World, draw: bool = True
+) -> DeepseekV41:
     """Build the model with initialised weights.
 
-    If the weights stay frozen (LoRA, or task=dspark), memory is only allocated; the checkpoint's weights are loaded
-    into it later.
+    If the weights are read from a checkpoint later (without ``draw``, or because they stay frozen: LoRA, task=dspark),
+    memory is only allocated.
     """
-    if not config.frozen_base:
+    if draw and not config.frozen_base:
         return build_model(
             model_config,
             runtime=config.runtime,
@@ -289,7 +296,9 @@ def make_model(config: Config, model_config: ModelConfig, token_map: torch.Tenso
         torch.float32,
         world.parallel,
         config.loss,
-        packing_of=frozen_packing(find_pretrained(config.initial_checkpoint), config.runtime.frozen),
+        packing_of=frozen_packing(find_pretrained(config.initial_checkpoint), config.runtime.frozen)
+        if config.frozen_base
+        else never_packed,
     )
 
 

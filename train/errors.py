@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data import DataError
+from data import DataError, NetworkError
 
 
 class InputError(ValueError):
@@ -38,6 +38,7 @@ class Interrupted(Exception):
     """The process was asked to stop; the run state is saved."""
 
 
+UNREACHABLE = 5  # exit code of a process that could not read its data over the network
 LOST = 4  # exit code of a process when another process of the same run is lost
 
 
@@ -58,6 +59,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     FloatingPointError: 3,  # raised by text generation
     Interrupted: 75,
     RankLost: LOST,
+    NetworkError: UNREACHABLE,  # it is a DataError too, but the next start may succeed
     **dict.fromkeys(REFUSED, 2),
 }
 

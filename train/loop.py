@@ -224,10 +224,15 @@ def repeat(
                 save(state, background)
             if done:
                 return
+            if not unsaved:
+                run.world.start.mark("evaluation")
             with trace.step(state.step + 1):
                 record = step(stopped)
             if record is None:
                 break
+            if not unsaved:
+                run.world.start.mark("first step")
+                reporter.log(str(run.world.start))
             reporter.step(record)
             if background:
                 background.check()

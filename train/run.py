@@ -73,6 +73,7 @@ def run_logger(
         save_settings(run)
         origin.record(run.config)
     reporter = reporter_class(run.config, state) if run.world.first else NullReporter()
+    run.world.start.mark("weights")
     code = 0
     try:
         announce(run, state, reporter, folder, changes)

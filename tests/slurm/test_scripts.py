@@ -175,14 +175,15 @@ def test_a_failed_run_is_not_requeued(cluster, code: int) -> None:
     assert result.code == code and result.state["JobState"] == "FAILED" and "requeueing" not in result.log
 
 
-@pytest.mark.parametrize("end", ["kill -9 $$", "exit 4", "kill -6 $$"])
+@pytest.mark.parametrize("end", ["kill -9 $$", "exit 4", "exit 5", "kill -6 $$"])
 def test_a_job_that_lost_a_rank_is_requeued(cluster, end: str) -> None:
     """One rank ends, srun ends the other, and the job continues on its next start. The log names the reason."""
     cluster.python(FIRST_START + f"if ((rank)); then {end}; fi\nexec sleep 600\n")
     result = cluster.submit()
     assert result.code == 0 and "1: resumed" in result.log, result.log
     assert "failure 1 of at most 3 in a row" in result.log and "requeueing" in result.log
-    assert ("a rank was lost" if end == "exit 4" else "ended a rank") in result.log or "signal 15" in result.log
+    reason = {"exit 4": "a rank was lost", "exit 5": "did not answer a rank"}.get(end, "ended a rank")
+    assert reason in result.log or "signal 15" in result.log
     assert not list((cluster.directory / "state").iterdir()), "nothing is left when the job is complete"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.build import allocate_model
 from tests.python_server import Program
 from train import loop
-from train.build import Run
+from train.build import Run, build
 from train.checkpoint.run_state import latest
 from train.config.parse import parse
 from train.config.problems import ConfigError
@@ -23,7 +25,7 @@ from train.config.schema import Config
 from train.errors import InputError, Interrupted
 from train.evaluation.probe import Probe
 from train.logging.log import evaluation_line, step_line
-from train.run import only_process_in
+from train.run import begin, only_process_in
 from train.tasks import pretrain
 
 TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}
@@ -72,6 +74,35 @@ def whole(compose_raw, overrides: list[str], tmp_path_factory: pytest.TempPathFa
     config = parse(compose_raw(*overrides, f"output={tmp_path_factory.mktemp('whole')}", "name=whole"))
     pretrain.run(config)
     return config
+
+
+def test_weights_that_are_read_are_not_drawn(make_config, whole: Config, monkeypatch) -> None:
+    """What no checkpoint had filled would be NaN. The log says how long each part of the start took."""
+    drawn: list[str] = []
+    monkeypatch.setattr("model.build.init_weights", lambda *given: drawn.append("drawn"))
+
+    def allocate(*given, **named):
+        model = allocate_model(*given, **named)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.fill_(torch.nan)
+        return model
+
+    monkeypatch.setattr("train.build.allocate_model", allocate)
+    config = make_config("name=parts")
+    run = build(config, draw=False)
+    run.resume(latest(whole.run_dir / "checkpoints"))
+    other = build(make_config("name=other", f"init_from={whole.run_dir}"), draw=False)
+    begin(other)
+    saved = other.model.state_dict()
+    assert saved.keys() == run.model.state_dict().keys() and not drawn
+    assert all(torch.equal(value, saved[name]) for name, value in run.model.state_dict().items())
+    assert all(value.isfinite().all() for value in saved.values() if value.is_floating_point())
+    told = next(line for line in (whole.run_dir / "train.log").read_text().splitlines() if "from launch to" in line)
+    parts = re.findall(r"([a-z][a-z ]*) [0-9.]+(?= \+|$)", told.split(" = ")[1])
+    assert parts == ["data", "model", "optimizer and groups", "weights", "evaluation", "first step"] or (
+        parts[:2] == ["imports", "data"] and parts[-1] == "first step"
+    )
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from train.distributed.failure_detector import FailureDetector, rendezvous
 from train.distributed.launchers import ProcessInfo, find_process
 from train.distributed.world import World, axis_group, pick_device, rank_mesh
 from train.signals import ctrl_c_ends
+from train.start import StartTimes
 
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -30,17 +31,21 @@ def launch(layout: ParallelConfig) -> World:
         LauncherError: an environment variable of the launcher cannot be used.
         RankLost: some of the processes did not start in time.
     """
+    start = StartTimes()
+    start.mark("imports")
+    start = StartTimes()
+    start.mark("imports")
     process = find_process()
     if process.size != layout.world_size:
         raise ConfigError([_mismatch(layout, process)])
     device = pick_device(layout.device, process)
     if process.size == 1:
-        return World(device)
+        return World(device, start=start)
     with ctrl_c_ends():
-        return _connect(process, device, layout)
+        return _connect(process, device, layout, start)
 
 
-def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> World:
+def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig, start: StartTimes) -> World:
     """Connect this process with the others of the run and create all process groups."""
     _form_group(process, device, layout)
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
@@ -56,7 +61,8 @@ def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig)
     store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
     detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout)
     detector.start()
-    return World(device, process.rank, process.size, parallel, replica_groups, detector, mesh)
+    start.mark("processes")
+    return World(device, process.rank, process.size, parallel, replica_groups, detector, start, mesh)
 
 
 def _form_group(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> None:

@@ -20,6 +20,7 @@ from train.config.schema import Config
 from train.distributed.failure_detector import FailureDetector, message
 from train.distributed.launchers import LauncherError, ProcessInfo
 from train.errors import RankLost
+from train.start import StartTimes
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class World:
     replica_groups: Mapping[int, RankGroup] = field(default_factory=lambda: {1: RankGroup()})
     # ^ number of parts that a parameter is split into -> the ranks that hold the same part as this rank
     failure_detector: FailureDetector | None = None  # None if there is only one process
+    start: StartTimes = field(default_factory=StartTimes)  # how long each part of the start of this process took
     dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide dense matrices; None: not divided
 
     @property

@@ -38,7 +38,7 @@ def run(config: Config) -> None:
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
-            objects = build(config, world)
+            objects = build(config, world, draw=folder is None and config.init_from is None)
             reference = make_reference(objects)
             state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes, PreferenceReporter) as reporter:

@@ -74,7 +74,7 @@ def run(config: Config) -> None:
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
-            objects = build(config, world)
+            objects = build(config, world, draw=config.init_from is None)
             state = begin(objects)
             settings = objects.rl
             wanted = settings.loss is not None and settings.loss.kl
