@@ -1,4 +1,6 @@
-"""Preference optimisation over two processes, with experts split and a packed reference: as on one process."""
+"""Preference optimisation over two processes, with experts split, or with dense matrices divided, and a packed
+reference: as on one process.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,21 @@ def test_two_processes_have_the_losses_of_one(corpus: Path) -> None:
         "task.seq_len=64", "task.micro_batch=1", "task.global_batch_rows=4", "task.tokens=1000", "task.eval_every=3",
         "optim.schedule.peak=1.0e-4", "logger.progress=false",
     ]  # fmt: skip
-    for kind, count in (("parallel=ep2", 2), ("parallel=single", 1)):
-        with Group(count, [*settings, kind, f"name=of{count}"], corpus / f"ranks-{count}") as group:
+    layouts = {
+        "one": ["parallel=single"],
+        "experts": ["parallel=ep2"],
+        "dense": ["parallel=single", "parallel.world_size=2", "parallel.dense_shards=2"],
+    }
+    records = {}
+    for name, layout in layouts.items():
+        with Group(1 if name == "one" else 2, [*settings, *layout, f"name={name}"], corpus / f"ranks-{name}") as group:
             for rank, ended in enumerate(group.finish()):
-                assert ended.code == 0, f"rank {rank}:\n{ended.output}"
-    found, expected = (
-        [json.loads(line) for line in (corpus / f"of{count}" / "metrics.jsonl").read_text().splitlines()]
-        for count in (2, 1)
-    )
-    assert [record["kind"] for record in found] == [record["kind"] for record in expected] and len(found) > 4
-    for name, tolerance in (("loss", 1e-5), ("margin", 1e-4), ("pairs", 0)):
-        values = [torch.tensor([float(record[name]) for record in records]) for records in (found, expected)]
-        torch.testing.assert_close(*values, rtol=0, atol=tolerance)
+                assert ended.code == 0, f"{name}, rank {rank}:\n{ended.output}"
+        lines = (corpus / name / "metrics.jsonl").read_text().splitlines()
+        records[name] = [json.loads(line) for line in lines]
+    expected = records["one"]
+    for found in (records["experts"], records["dense"]):
+        assert [record["kind"] for record in found] == [record["kind"] for record in expected] and len(found) > 4
+        for name, tolerance in (("loss", 1e-5), ("margin", 1e-4), ("pairs", 0)):
+            values = [torch.tensor([float(record[name]) for record in records]) for records in (found, expected)]
+            torch.testing.assert_close(*values, rtol=0, atol=tolerance)
