@@ -8,6 +8,7 @@ the counts to every micro-batch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,25 +25,67 @@ def count_whole_steps(trainer: Any) -> None:
 
     After this call, every micro-batch of the trainer holds `step_counts`, int64 [2, 2 + index sources]: the
     denominators of the whole step (see `LossDenominators`). Row 0 is for indexers that learn from the tokens with a
-    label, and row 1 for indexers that learn from all tokens. Raises ValueError if the trainer's model is not a
-    `DeepseekV41ForCausalLM`. Batches without input_ids, such as those of TRL's GRPOTrainer, are left alone.
+    label, and row 1 for indexers that learn from all tokens. TRL's `GRPOTrainer` collects prompts and writes the
+    answers later, so the tokens of its steps are counted at their first forward pass. Raises ValueError if the
+    trainer's model is not a `DeepseekV41ForCausalLM`, and under GRPO if a step has more micro-batches than are
+    generated at once.
     """
     model = next((m for m in trainer.model.modules() if hasattr(m, "denominators")), None)
     if model is None:
         raise ValueError("count_whole_steps: the trainer's model is no DeepseekV41ForCausalLM")
     collect = trainer.get_batch_samples
+    if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+        _count_generated(trainer, model)
+        return
 
     def collected(*arguments: Any, **options: Any) -> tuple[list, Any]:
         batches, items = collect(*arguments, **options)
         if batches and all(isinstance(batch, dict) and "input_ids" in batch for batch in batches):
-            counts = torch.stack([model.denominators(**batch) for batch in batches]).sum(0)
-            if trainer.args.average_tokens_across_devices and torch.distributed.is_initialized():
-                counts = counts.to(trainer.args.device)
-                torch.distributed.all_reduce(counts)
+            counts = _total(trainer, [model.denominators(**batch) for batch in batches])
             batches = [{**batch, KEY: counts} for batch in batches]
         return batches, items
 
     trainer.get_batch_samples = collected
+
+
+def _total(trainer: Any, counts: list[Tensor]) -> Tensor:
+    """Returns the sum of the counts of the micro-batches of a step, over the processes too if they share the step."""
+    total = torch.stack(counts).sum(0)
+    if trainer.args.average_tokens_across_devices and torch.distributed.is_initialized():
+        total = total.to(trainer.args.device)
+        torch.distributed.all_reduce(total)
+    return total
+
+
+def _count_generated(trainer: Any, model: Any) -> None:
+    """Let a `GRPOTrainer` give each forward pass of training the counts of its step, from the answers it has buffered.
+
+    Raises:
+        ValueError: a step has more micro-batches than are generated at once, so the later ones are not known.
+    """
+    args, plain = trainer.args, trainer._get_per_token_logps_and_entropies
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"count_whole_steps: steps_per_generation = {args.steps_per_generation} must be a multiple of "
+            f"gradient_accumulation_steps = {args.gradient_accumulation_steps}, so that all answers of a step are "
+            "known when it begins"
+        )
+
+    def counted(module: Any, *arguments: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and module.training:
+            first = trainer._step - trainer._step % args.gradient_accumulation_steps
+            numbers = range(first, first + trainer.current_gradient_accumulation_steps)
+            batches = [trainer._buffered_inputs[number % args.steps_per_generation] for number in numbers]
+            module = partial(module, **{KEY: _total(trainer, [model.denominators(**_texts(b)) for b in batches])})
+        return plain(module, *arguments, **options)
+
+    trainer._get_per_token_logps_and_entropies = counted
+
+
+def _texts(batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the token ids and the mask of prompts and answers of a `GRPOTrainer`'s micro-batch, joined."""
+    parts = (("input_ids", "ids"), ("attention_mask", "mask"))
+    return {key: torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1) for key, part in parts}
 
 
 def denominators_of(counts: Tensor | None, labels: Tensor | None) -> LossDenominators | None:

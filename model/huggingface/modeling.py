@@ -277,6 +277,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         `count_whole_steps` adds to a batch. use_cache has no effect: a forward pass over whole sequences keeps no
         cache.
         """
+        self._refuse_noise()
         if decoding is not None:
             return DeepseekV41Output(logits=decoding.next_logits(input_ids, attention_mask))
         batch = batch_of(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
@@ -308,10 +309,14 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     # Training
 
+    def _refuse_noise(self) -> None:
+        """Raise ValueError if a trainer adds NEFTune noise to the embeddings, whose shape it would not expect."""
+        if self.training and getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
+            raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
+
     def _trains_fully(self) -> bool:
         """Returns whether this forward pass adds the losses of `training_losses="full"`. Raises ValueError for trainer
-        settings that this model would silently ignore (NEFTune noise) or that "full" does not support (DeepSpeed,
-        FSDP).
+        settings that "full" does not support (DeepSpeed, FSDP).
         """
         if not (self.training and torch.is_grad_enabled()):
             return False
@@ -323,8 +328,6 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
                 "peft, set requires_grad of the parameters that shall be trained, or load the weights unpacked: "
                 "from_pretrained(..., packed=False)"
             )
-        if getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
-            raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
         if self.training_losses == "lm":
             return False
         if deepspeed.deepspeed_config() is not None or any(type(p).__name__ == "DTensor" for p in self.parameters()):
@@ -403,7 +406,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return layout, trace, losses.total
 
     def denominators(self, labels: Tensor | None = None, **given: Any) -> Tensor:
-        """Returns the contribution of a micro-batch to the counts of its step (see `huggingface_counts.py`), int64 [2,
+        """Returns the contribution of a micro-batch to the counts of its step (see `counts.py`), int64 [2,
         2 + index sources] on the CPU, computed without a forward pass. The arguments are those of
         `DeepseekV41ForCausalLM.forward`.
         """
@@ -509,6 +512,21 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     # What libraries ask for
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "lm_head":  # GRPOTrainer would replace it by a head that computes in fp32
+            raise AttributeError(
+                "cast_lm_head_to_fp32 is not supported, because this model has no lm_head; its head is "
+                "get_output_embeddings(). Leave the option out: weights are fp32 unless they are loaded otherwise"
+            )
+        return super().__getattr__(name)
+
+    def generate_batch(self, *_: Any, **__: Any) -> Any:
+        """Refused: the continuous batching of transformers, for which trainers of TRL have options, needs its cache."""
+        raise ValueError(
+            "generate_batch is not supported, because this model keeps its own cache; leave out "
+            "use_transformers_continuous_batching and use_transformers_paged, and answers come from `generate`"
+        )
+
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.model.embed
 
@@ -567,6 +585,7 @@ class Backbone:
         gradient includes the added losses.
         """
         owner, model = self._owner, self._owner.model
+        owner._refuse_noise()
         batch = batch_of(input_ids, attention_mask, position_ids, seq_lens, vision_token_types, others)
         images = dict(pixel_values=pixel_values, image_grid_hws=image_grid_hws)
         if owner._trains_fully():

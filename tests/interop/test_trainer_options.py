@@ -1,4 +1,6 @@
-"""docs/trainer-options.md lists every option of `TrainingArguments` and `SFTConfig`: a new one must be judged first."""
+"""docs/trainer-options.md lists every option of `TrainingArguments` and of TRL's `SFTConfig`, `DPOConfig` and
+`GRPOConfig`: a new one must be judged first.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ def test_every_training_argument_is_listed() -> None:
     assert set(found.values()) == set(KINDS)
 
 
-def test_every_option_of_sft_is_listed() -> None:
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+def test_every_option_of_trl_is_listed(name: str) -> None:
     trl = pytest.importorskip("trl")
-    own = {field.name for field in dataclasses.fields(trl.SFTConfig)}
-    found = listed("SFTConfig, beyond these")
+    own = {field.name for field in dataclasses.fields(getattr(trl, name))}
+    found = listed(f"{name}, beyond these")
     assert set(found) == own - {field.name for field in dataclasses.fields(TrainingArguments)}
     assert set(found.values()) <= set(KINDS)
 

@@ -22,9 +22,12 @@ from model import ModelConfig, build_model, load_pretrained, save_pretrained
 from model.huggingface import DeepseekV41ForCausalLM
 from model.huggingface.counts import count_whole_steps
 from train.config.dpo import DpoConfig
+from train.config.rl import PolicyLoss
 from train.dpo.objective import PreferenceObjective
+from train.rl.loss import PolicyObjective
 from train.rl.reference import log_probs_under
 
+pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -257,7 +260,7 @@ def test_dpo_has_the_loss_of_its_formula(folder, tmp_path) -> None:
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_grpo_has_the_loss_of_its_formula(folder, tmp_path, loss: str) -> None:
     """The clipped ratio to the policy that wrote the answers, times the advantage: per answer, then over answers; or
-    over all tokens. The second of two steps on the same answers is off the policy.
+    over all tokens, which is the objective of task=rl. The second of two steps on the same answers is off the policy.
     """
     rows = [{"prompt": [question]} for question, _ in turns(8)]
     options = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=8, beta=0.0)
@@ -277,17 +280,29 @@ def test_grpo_has_the_loss_of_its_formula(folder, tmp_path, loss: str) -> None:
         ratio = (now - batch["old_per_token_logps"]).exp()
         advantage = batch["advantages"][:, None]
         each = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) * answer
-        if loss == "grpo":
-            return (each.sum(1) / answer.sum(1)).mean()
-        return each.sum() / answer.sum()
+        return (each.sum(1) / answer.sum(1)).mean()
 
-    found = watched(trainer, formula)
+    def objective_of_task_rl(core, batch) -> torch.Tensor:
+        """Which is the sum over all tokens of a step, divided by their number, as "dapo" has it."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        answer = torch.nn.functional.pad(batch["completion_mask"], (batch["prompt_ids"].shape[1], 0)).bool()
+        old = torch.nn.functional.pad(batch["old_per_token_logps"], (batch["prompt_ids"].shape[1], 0))
+        advantage, response = batch["advantages"][:, None].expand(ids.shape), torch.arange(len(ids))[:, None]
+        objective = PolicyObjective(
+            PolicyLoss(0.2, 0.2, None, 0.0), 1.0, old, advantage.float(), response.expand(ids.shape)
+        )
+        inputs = dict(input_ids=ids, labels=ids.masked_fill(~answer, -100), attention_mask=mask.bool())
+        losses = core.losses(**inputs, denominators=core.loss_denominators(**inputs), objective=objective)
+        return losses.lm_sum / losses.supervised
+
+    found = watched(trainer, formula if loss == "grpo" else objective_of_task_rl)
     assert len(found) == 4 and any(abs(ours) > 1e-3 for ours, _ in found)
     for ours, direct in found:
-        assert abs(ours - direct) < 1e-3, found
+        assert abs(ours - direct) < (1e-3 if loss == "grpo" else 1e-5), found
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_whole_counts_under_trl(folder, tmp_path, kind: str) -> None:
     """The gradient of the added losses over accumulated, unequal micro-batches is that of one batch of all of them."""
     found = {}
@@ -298,6 +313,7 @@ def test_whole_counts_under_trl(folder, tmp_path, kind: str) -> None:
     texts = [{"messages": messages} for messages in turns(3)] + [
         {"messages": [turns(1)[0][0], {"role": "assistant", "content": "It is. " * 30}]}
     ]
+    questions = [{"prompt": [{"role": "user", "content": "Why? " * (1 + 9 * n)}]} for n in range(4)]
     for name, size in (("whole", 4), ("parts", 1)):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         for part, parameter in model.named_parameters():  # what the losses that are added alone train
@@ -307,7 +323,16 @@ def test_whole_counts_under_trl(folder, tmp_path, kind: str) -> None:
         )
         more = dict(max_grad_norm=0.0, learning_rate=1.0, seed=0, lr_scheduler_type="constant", **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        if kind == "dpo":
+        if kind == "grpo":
+            args = arguments(trl.GRPOConfig, tmp_path, **more, num_generations=2, max_completion_length=8, beta=0.0)
+            trainer = trl.GRPOTrainer(
+                model,
+                reward_funcs=lambda completions, **_: [1.0] * len(completions),
+                args=args,
+                train_dataset=datasets.Dataset.from_list(questions),
+                processing_class=tokenizer,
+            )
+        elif kind == "dpo":
             args = arguments(trl.DPOConfig, tmp_path, **more)
             trainer = trl.DPOTrainer(
                 model, args=args, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer
@@ -337,3 +362,66 @@ def test_a_trained_model_is_exported_in_the_released_layout(folder, tmp_path) ->
     assert all(torch.equal(tensor, again[name]) for name, tensor in trained.items())
     assert "layers.1.attn.indexer.wq_b.weight" in load_file(tmp_path / "out" / "model.safetensors")
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
+
+
+REFUSED = {
+    "DPOConfig": [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not supported"),
+        ({"router_aux_loss_coef": 0.1}, "`router_aux_loss_coef` is set to 0.1"),
+    ],
+    "GRPOConfig": [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not supported"),
+        ({"router_aux_loss_coef": 0.1}, "`router_aux_loss_coef` is set to 0.1"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is not supported"),
+        ({"use_transformers_continuous_batching": True}, "leave out use_transformers_continuous_batching"),
+    ],
+}
+HONOURED = {
+    "DPOConfig": [
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.5, "label_smoothing": 0.1},
+        {"padding_free": True, "precompute_ref_log_probs": True, "use_weighting": True},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "f_divergence_type": "js_divergence"},
+    ],
+    "GRPOConfig": [
+        {"beta": 0.1, "use_bias_correction_kl": True, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"loss_type": "sapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5, "pad_to_multiple_of": 8},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "activation_checkpointing": True},
+        {"delta": 2.0, "off_policy_mask_threshold": 0.5, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2},
+    ],
+}
+
+
+def trainer_with(name: str, folder: Path, tmp_path: Path, options: dict):
+    """A trainer of preference pairs or of rewards with some options of its configuration."""
+    if name == "DPOConfig":
+        no = [{"role": "assistant", "content": "No."}]
+        rows = [{"prompt": [question], "chosen": [answer], "rejected": no} for question, answer in turns(8)]
+        return trl.DPOTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(folder),
+            args=arguments(trl.DPOConfig, tmp_path, **options),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        )
+    few = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=4, beta=0.0)
+    return trl.GRPOTrainer(
+        str(folder),
+        reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
+        args=arguments(trl.GRPOConfig, tmp_path, **{**few, **options}),
+        train_dataset=datasets.Dataset.from_list([{"prompt": [question]} for question, _ in turns(8)]),
+    )
+
+
+def cases(table: dict[str, list]) -> list:
+    return [(name, case) for name, some in table.items() for case in some]
+
+
+@pytest.mark.parametrize(("name", "case"), cases(REFUSED))
+def test_an_option_that_this_model_cannot_honour_is_refused_by_name(folder, tmp_path, name: str, case) -> None:
+    options, message = case
+    with pytest.raises((ValueError, AttributeError), match=message):
+        trainer_with(name, folder, tmp_path, options).train()
+
+
+@pytest.mark.parametrize(("name", "options"), cases(HONOURED))
+def test_options_that_change_the_loss_train(folder, tmp_path, name: str, options: dict) -> None:
+    check_trained(trainer_with(name, folder, tmp_path, options), folder)

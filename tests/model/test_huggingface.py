@@ -554,7 +554,7 @@ def test_noise_on_embeddings_and_sharded_parameters_are_refused(tiny, tmp_path) 
     with pytest.raises(ValueError, match="neftune_noise_alpha is not supported"):
         trained(tiny, tmp_path, neftune_noise_alpha=5.0, **options)
     with pytest.raises(ValueError, match="output_router_logits: is not supported"):
-        tiny(input_ids=tokens(1, 8), output_router_logits=True)
+        tiny.eval()(input_ids=tokens(1, 8), output_router_logits=True)
 
 
 def test_generation_refuses_an_id_outside_of_the_vocabulary(tiny) -> None:

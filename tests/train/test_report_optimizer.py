@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from model.huggingface import DeepseekV41Config, DeepseekV41ForCausalLM
 from model.huggingface.counts import count_whole_steps
@@ -59,10 +60,12 @@ def uneven(run: Run) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def trainer_of(run: Run, rows: list[dict], folder: Path, **options) -> Trainer:
+def trainer_of(
+    run: Run, rows: list[dict], folder: Path, kind=Trainer, arguments_kind=TrainingArguments, data=Rows, **options
+) -> Trainer:
     core = run.model
     model = DeepseekV41ForCausalLM(DeepseekV41Config(**core.config.to_dict()), core)
-    arguments = TrainingArguments(
+    arguments = arguments_kind(
         output_dir=str(folder),
         max_grad_norm=1.0,
         report_to=[],
@@ -75,7 +78,7 @@ def trainer_of(run: Run, rows: list[dict], folder: Path, **options) -> Trainer:
         **{"max_steps": STEPS, "save_strategy": "no", "lr_scheduler_type": "constant", **options},
     )
     optimizer = (ReportOptimizer, {"lr": LR, "settings": Settings(adamw=AdamWSettings(eps=1e-8))})
-    return Trainer(model, arguments, train_dataset=Rows(rows), optimizer_cls_and_kwargs=optimizer)
+    return kind(model, arguments, train_dataset=data(rows), optimizer_cls_and_kwargs=optimizer)
 
 
 def losses_of(trainer: Trainer) -> list[float]:
@@ -110,6 +113,33 @@ def test_steps_are_those_of_the_command(settings, tmp_path: Path, no_rounding) -
             assert (other[name] - tensor).abs().max() <= max(0.05 * moved, 1e-6), name
     methods = {group["method"] for group in trainer.optimizer.optimizer.param_groups}
     assert methods == {"muon", "sinkhorn", "adamw"}
+
+
+@pytest.mark.slow
+def test_steps_of_sft_trainer_are_those_of_the_command(make_config, tmp_path: Path, no_rounding) -> None:  # noqa: F811
+    """TRL reports the loss of the language model alone; what is added shows in the steps that follow. Under TRL,
+    which does not show the labels to the model, indexers learn from all tokens, so they do not train here.
+    """
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    settings = make_config(*METHODS, "loss.indexer_kl=0.0")
+    ours, theirs = build(settings), build(settings)
+    rows, expected = uneven(ours), []
+    for step in range(STEPS):
+        batches = [{k: v[None] for k, v in row.items()} for row in rows[step * ROWS : (step + 1) * ROWS]]
+        numbers = loop.train_step(ours, batches, step, 0)
+        expected.append(float(numbers["lm_sum"]) / int(numbers["supervised"]))
+    records = [
+        {"input_ids": row["input_ids"][real].tolist(), "completion_mask": (row["labels"][real] >= 0).long().tolist()}
+        for row in rows
+        for real in [row["attention_mask"].bool()]
+    ]
+    names = {"pad_token": "<｜▁pad▁｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs.tokenizer, **names)
+    kinds = (partial(trl.SFTTrainer, processing_class=tokenizer), trl.SFTConfig, datasets.Dataset.from_list)
+    trainer = trainer_of(theirs, records, tmp_path, *kinds, completion_only_loss=True, bf16=False)
+    count_whole_steps(trainer)
+    trainer.train()
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-5)
 
 
 def test_without_whole_counts_unequal_micro_batches_are_off(settings, tmp_path: Path, no_rounding) -> None:  # noqa: F811
