@@ -69,7 +69,8 @@ class Teacher:
         """
         found = self.run.prepare(batch)
         if self.model is not None:
-            layout = self.model.lay_out(**batch).to(self.run.device)
+            given = {name: value for name, value in batch.items() if name != "layout"}
+            layout = self.model.lay_out(**given).to(self.run.device)
             found["for_teacher"] = {**found, "layout": layout}
         return found
 

@@ -7,7 +7,7 @@ quantised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,13 +46,19 @@ def run(config: Config) -> None:
             teacher = Teacher(objects)
             state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes, DistillationReporter) as reporter:
-            take = over_batches(objects, partial(step, objects, teacher, state))
+            take = over_batches(objects, state, partial(step, objects, teacher, state), reporter.log)
             repeat(objects, state, reporter, take, partial(evaluate, objects, say=reporter.log), objects.save)
             _summarise(objects, state, reporter)
 
 
 def step(
-    run: Run, teacher: Teacher, state: TrainerState, read: list[Batch], waited: float, started: float
+    run: Run,
+    teacher: Teacher,
+    state: TrainerState,
+    read: list[Batch],
+    waited: float,
+    started: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Take one optimizer step; ``read`` holds the micro-batches of this process.
 
@@ -68,7 +74,8 @@ def step(
         add_sums(sums, objective.sums)
         return found
 
-    numbers = train_step(run, [teacher.prepared(batch) for batch in read], state.step, state.tokens, losses_of)
+    micro_batches = [teacher.prepared(batch) for batch in read]
+    numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of, stopped=stopped)
     ce, kl = torch.stack([run.world.sum_all(sums)[name] for name in ("ce", "kl")]).tolist()
     targets = max(int(numbers["supervised"]), 1)
     return {
@@ -77,7 +84,7 @@ def step(
         "kl": kl / targets,
         "total_loss": float(numbers["total"]),
         **layer_record(numbers),
-        **({"sources": sources} if (sources := run.train_batches.sources()) else {}),
+        **({"sources": sources} if (sources := run.train_batches.sources(numbers.get("source_counts"))) else {}),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from model import save_pretrained
 from model.packed import holds_packed
 from tests.model.tiny import no_rounding  # noqa: F401
-from tests.train.test_resume import assert_same_run, numbers
+from tests.train.test_resume import numbers
 from train.build import build
 from train.checkpoint.run_state import TrainerState
 from train.config.parse import parse
@@ -80,17 +80,22 @@ def test_the_numbers_of_a_step_are_the_formula(make, top_k: int | None) -> None:
     assert record["total_loss"] == pytest.approx(0.75 * means[0] + 0.25 * means[1], rel=1e-4)
 
 
+def trained(directory: Path) -> list[dict]:
+    """The records of the steps of a run."""
+    return [record for record in numbers(directory) if record["kind"] == "train"]
+
+
 @pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher_and_continues_alike(make) -> None:
     lr = ("optim.schedule.peak=0.01", "distill_data.weight=1.0")
     whole = make(*lr, "name=whole", "task.tokens=2400")
     distill_data.run(whole)
-    steps = [record["kl"] for record in numbers(whole.run_dir) if record["kind"] == "train"]
-    assert len(steps) > 8 and steps[-1] < 0.9 * steps[0]
+    steps = trained(whole.run_dir)
+    assert len(steps) > 8 and steps[-1]["kl"] < 0.9 * steps[0]["kl"]
     distill_data.run(make(*lr, "name=parts", "task.tokens=1200"))
     parts = make(*lr, "name=parts", "task.tokens=2400")
     distill_data.run(parts)
-    assert_same_run(parts.run_dir, whole.run_dir)
+    assert trained(parts.run_dir) == steps
 
 
 def test_what_cannot_teach_is_refused(make, teacher: Path, tmp_path: Path) -> None:
