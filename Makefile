@@ -7,7 +7,7 @@ USABLE = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 STUDIES = optimizers methods indexer balance qat expert_qat draft_loss recall distill rare_rows heads
-.PHONY: help install train kernels rl-demo sft-demo lora-demo vision-demo dspark-demo distill-demo studies $(STUDIES:%=study-%) test slurm-check bench
+.PHONY: help install train kernels proof rl-demo sft-demo lora-demo vision-demo dspark-demo distill-demo studies $(STUDIES:%=study-%) test slurm-check bench
 .PHONY: interop interop-install bench-distributed bench-million lint docs docs-check coverage clean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench        print the benchmark tables; make bench-distributed: those of 1, 2 and 4 processes"
 	@echo "make bench-million    train one step on a row of 1,048,576 tokens over 4 processes (half an hour, 15 GB)"
 	@echo "make kernels      compile the GPU kernels without a GPU: registers, shared memory, spills, roofline estimates"
+	@echo "make proof        run a training step at the released sizes without memory: shapes, and its memory beside task=plan"
 	@echo "make lint         check the style and the types"
 	@echo "make coverage     run all tests; fails below 90 % of the lines of model, optim, data and train"
 	@echo "make docs         write the configuration page and the plots of docs/; make docs-check: run the pages' commands at tiny sizes"
@@ -101,6 +102,9 @@ slurm-check: install
 
 kernels: install
 	@$(PY) -m model.kernels.table $(ARGS)
+
+proof: install
+	@$(PY) -m tests.train.planning.released_step $(ARGS)
 
 bench: install
 	@for file in $(filter-out %_distributed.py %_million.py,$(wildcard tests/bench/bench_*.py)); do echo "== $$file"; $(PY) $$file || exit 1; done
