@@ -16,7 +16,7 @@ subpackages. Each module or subpackage imports only those listed above it:
     logging                     log lines, metrics and plots
     evaluation                  held-out loss, exact match, recall of the indexers
     loop                        one optimizer step, and the loop over steps
-    origin                      the other checkpoints that a run reads again when it is continued
+    origin                      the other checkpoints and files that a run began with
     run                         the start and the end that the runs of all tasks share
     dspark, rl, dpo             code of single tasks: drafters; reinforcement learning and distillation; preferences
     teacher                     the teacher of task=distill_data, and the student's loss on given text

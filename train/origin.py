@@ -1,4 +1,4 @@
-"""Notes which other checkpoints a run began with, and checks that those that are read again still have these weights.
+"""Notes which checkpoints and files of others a run began with, and checks those that are read again.
 
 A run with LoRA, a drafter, a KL term or teachers reads other checkpoints again whenever it is continued. A setting such
 as ``init_from=runs/base`` means the newest checkpoint of that run, and that run may have saved a newer one since. A
@@ -34,6 +34,17 @@ def named(config: Config) -> dict[str, str]:
     return found
 
 
+def task_files(config: Config) -> dict[str, Path]:
+    """Map configuration keys of RL tasks to the Python files whose functions draw prompts and reward responses."""
+    found = {}
+    for number, task in enumerate(config.rl.tasks if config.rl is not None else ()):
+        for field in ("prompts", "reward"):
+            place = getattr(task, field).rpartition(":")[0]
+            if place.endswith(".py"):
+                found[f"rl.tasks[{number}].{field}"] = Path(place).expanduser()
+    return found
+
+
 def reads_again(config: Config, key: str) -> bool:
     """Return whether the run reads the checkpoint of a key of ``named`` again when it is continued."""
     loss = None if config.rl is None else config.rl.loss
@@ -55,12 +66,38 @@ def digest(folder: Path) -> str:
 
 
 def record(config: Config) -> None:
-    """Write ``origin.json``, which says which checkpoints the run begins with, into its directory, unless it exists."""
-    path, names = config.run_dir / FILE, named(config)
-    if names and not path.exists():
-        folders = {key: find_pretrained(name).folder.resolve() for key, name in names.items()}
-        noted = {key: {"folder": str(folder), "digest": digest(folder)} for key, folder in folders.items()}
+    """Write ``origin.json``, which says which checkpoints and which functions of RL tasks the run begins with, into its
+    directory, unless it exists.
+    """
+    path = config.run_dir / FILE
+    if path.exists():
+        return
+    folders = {key: find_pretrained(name).folder.resolve() for key, name in named(config).items()}
+    noted = {key: {"folder": str(folder), "digest": digest(folder)} for key, folder in folders.items()}
+    noted |= {key: {"file": str(file), "digest": _content(file)} for key, file in task_files(config).items()}
+    if noted:
         write_text(path, json.dumps(noted, indent=2) + "\n")
+
+
+def _content(file: Path) -> str | None:
+    """Hash a file; None if it cannot be read."""
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return None
+
+
+def changed_files(config: Config) -> list[str]:
+    """Return a line for the log for each file of an RL task that has other content than when the run began. A reward
+    may be mended in the middle of a run, but not without a word.
+    """
+    path = config.run_dir / FILE
+    noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [
+        f"{key}: {file} has other content than when the run began"
+        for key, file in task_files(config).items()
+        if key in noted and noted[key]["digest"] != _content(file)
+    ]
 
 
 def check(config: Config) -> set[str]:

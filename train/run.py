@@ -95,7 +95,8 @@ def find_state(config: Config) -> tuple[Path | None, list[str]]:
     if folder is None or not path.exists():
         return folder, []
     saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return folder, check_resumable(origin.renamed(saved, config), config)
+    changes = check_resumable(origin.renamed(saved, config), config)
+    return folder, [*changes, *origin.changed_files(config)]
 
 
 @contextmanager

@@ -69,13 +69,17 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     Raises:
         ConfigError: settings changed that must stay the same in a continued run; the message lists their keys.
     """
-    complete, gone = _completed(moved.upgraded(saved), config.task.kind)
+    complete, gone, barred = _completed(moved.upgraded(saved), config.task.kind)
     changed = (
         differences(moved.upgraded(saved), config)
         if complete is None
         else differences(to_dict(complete), _whole_model(config))
     )
     lines = {key: f"{key}: {shown(old, 1000)} -> {shown(new, 1000)}" for key, old, new in changed}
+    given = dict(flatten(to_dict(config)))
+    for key, value in barred.items():
+        now = shown(given.get(key), 1000)
+        lines[key] = f"{key}: {shown(value, 1000)} -> {now}; this version does not allow the saved value"
     fatal = [text for key, text in lines.items() if not key.startswith(CHANGEABLE)]
     if fatal:
         raise ConfigError(
@@ -87,21 +91,32 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     return [*lines.values(), *dropped]
 
 
-def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict[str, Any]]:
+def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict[str, Any], dict[str, Any]]:
     """Complete a saved configuration of task ``kind`` with today's defaults for keys that it lacks.
 
-    Returns the configuration, and the saved keys that no longer exist with their values. The configuration is None if
-    a saved value is no longer allowed.
+    Returns the configuration, the saved keys that no longer exist with their values, and the keys whose saved values
+    are no longer allowed with these values; the configuration has the defaults of those keys. It is None if a rule
+    that concerns several keys does not allow the saved values.
     """
-    tree = _overlaid(composed(f"task={kind}"), saved)
+    defaults = json.loads(json.dumps(composed(f"task={kind}")))
+    tree = _overlaid(defaults, saved)
     tree["model"] = saved.get("model")  # taken whole: the default model's keys must not fill gaps
     gone: dict[str, Any] = {}
+    barred: dict[str, Any] = {}
     tree = json.loads(json.dumps(tree))
     while True:
         try:
-            return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)), gone
+            return _whole_model(TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)), gone, barred
         except ValidationError as error:
             unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "unexpected_keyword_argument"]
+            for entry in () if unknown else error.errors():
+                section, default = _section(tree, entry["loc"]), _section(defaults, entry["loc"])
+                *_, leaf = entry["loc"] or ("",)
+                if section is None or default is None or section[leaf] == default[leaf]:
+                    return None, gone, {}
+                barred[".".join(map(str, entry["loc"]))], section[leaf] = section[leaf], default[leaf]
+            if not unknown:
+                continue
         except ValueError as error:  # raised by ModelConfig
             lines = [line.strip() for line in str(error).splitlines()]
             unknown = [
@@ -110,9 +125,17 @@ def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict
                 if line.endswith(": unknown key")
             ]
         if not unknown:
-            return None, gone
+            return None, gone, {}
         for loc in unknown:
             gone[".".join(map(str, loc))] = _take(tree, loc)
+
+
+def _section(tree: Any, loc: Sequence[str | int]) -> dict[str, Any] | None:
+    """Return the mapping that holds the value at ``loc``, or None if there is no such value."""
+    *parents, leaf = loc or ("",)
+    for part in parents:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) and leaf in tree else None
 
 
 def _take(tree: Any, loc: Sequence[str | int]) -> Any:

@@ -263,7 +263,7 @@ def test_a_run_saved_under_keys_that_moved_continues(make_config) -> None:
     config = make_config("optim=report", "task.micro_batch=2", "task.global_batch_rows=6")
     saved = to_dict(config)
     for old, new in moved.MOVED.items():
-        if not old.startswith("rl."):  # which this run has not
+        if not old.startswith(("rl.", "device")):  # of tasks other than this run's
             (section, leaf), (target, name) = old.split("."), new.split(".")
             saved[section][leaf] = saved[target].pop(name)
     saved["task"]["accumulation"] = 3
@@ -477,6 +477,21 @@ def test_a_key_that_is_none_any_more_is_left_out_and_told(make_config) -> None:
     ]
     with pytest.raises(ConfigError, match="seed: 0 -> 1"):
         check_resumable(saved, make_config("seed=1"))
+
+
+def test_a_saved_value_that_is_not_allowed_any_more_is_named_alone(make_config) -> None:
+    """Beside it, keys that the saved configuration lacks are filled as ever."""
+    saved = to_dict(make_config())
+    saved["checkpoint"]["keep"] = "all"
+    saved.pop("lora"), saved["runtime"].pop("decoder_replay")
+    assert check_resumable(saved, make_config()) == [
+        'checkpoint.keep: "all" -> 2; this version does not allow the saved value'
+    ]
+    saved["optim"]["router_bias_mode"] = "sometimes"
+    with pytest.raises(ConfigError) as refused:
+        check_resumable(saved, make_config())
+    expected = 'optim.router_bias_mode: "sometimes" -> "separate"; this version does not allow the saved value'
+    assert refused.value.problems == [expected]
 
 
 SHAPES = [-1, 0, 1, 1.0e30, math.nan, math.inf, None, "abc", "", [], [1, 2], {"a": 1}, True, 1.5, -0.0, 10**12]
