@@ -5,7 +5,8 @@ The demo's model on real text, the same rows a step on any number of processes; 
 them. Communication is the time inside collective calls, which is also the time of waiting for the slowest process: with
 more processes than free cores most of it is that. The layouts take turns, so that other work on the machine disturbs
 all of them alike; every turn gives one ratio to the single process of the same turn. Shown are medians over the turns;
-within a turn, medians over the steps and means over the processes.
+within a turn, medians over the steps and means over the processes. CPU is the processor time a token of all processes
+together, as a ratio too: what the work on several processes costs more, without waiting, on a busy machine too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,16 @@ from ranks import Group  # noqa: E402
 
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # processes, parallel.context_parallel
 CALLS = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "broadcast")
+
+
+class Turn(NamedTuple):
+    """One measurement of a layout: tokens per second, the share of the time in collective calls, and the processor
+    seconds of all processes for a token.
+    """
+
+    tokens_per_second: float
+    communication: float
+    cpu_seconds: float
 
 
 class Clock:
@@ -89,29 +100,30 @@ def work(arguments: argparse.Namespace) -> None:
     world = launch(config.parallel)
     with world.collective_guard():
         run = build(config, world)
-        batches, seconds, spent = iter(run.train_batches), [], []
+        batches, seconds, spent, processor = iter(run.train_batches), [], [], []
         for step in range(arguments.steps + 2):
             micro_batches = [next(batches) for _ in range(run.micro_batches)]
-            before, started = clock.seconds, time.perf_counter()
+            before, started, used = clock.seconds, time.perf_counter(), time.process_time()
             real = int(train_step(run, micro_batches, step, 0)["num_tokens"])
             seconds.append((time.perf_counter() - started) / real)
             spent.append((clock.seconds - before) / real)
+            processor.append((time.process_time() - used) / real)
         tokens_per_second = world.gather(1 / median(seconds[2:]))
         shares = world.gather(median(spent[2:]) / median(seconds[2:]))
+        processors = world.gather(median(processor[2:]))
         if world.first:
-            print(json.dumps([sum(tokens_per_second) / size, sum(shares) / size]))
+            print(json.dumps([sum(tokens_per_second) / size, sum(shares) / size, sum(processors)]))
 
 
-def measure(arguments: argparse.Namespace, size: int, context: int, folder: Path) -> tuple[float, float]:
-    """Start the processes of one layout. Returns tokens per second, and the share of time in collective calls."""
+def measure(arguments: argparse.Namespace, size: int, context: int, folder: Path) -> Turn:
+    """Start the processes of one layout."""
     options = [f"--{key}={getattr(arguments, key)}" for key in ("steps", "rows", "length")]
     command = [__file__, *options, f"--context={context}", f"--folder={folder}"]
     with Group(size, command, folder / f"logs{size}-{context}") as group:
         ended = group.finish(seconds=1200)
         if any(end.code for end in ended):
             sys.exit(group.outputs())
-    speed, share = json.loads(ended[0].output.splitlines()[-1])
-    return speed, share
+    return Turn(*json.loads(ended[0].output.splitlines()[-1]))
 
 
 def main() -> None:
@@ -127,34 +139,33 @@ def main() -> None:
     if arguments.folder:
         work(arguments)
         return
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {layout: [] for layout in LAYOUTS}
+    found: dict[tuple[int, int], list[Turn]] = {layout: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.turns):
             for layout, turns in found.items():
                 turns.append(measure(arguments, *layout, Path(folder)))
     table = [row(layout, turns, found[LAYOUTS[0]]) for layout, turns in found.items()]
     print(f"{arguments.rows} rows of {arguments.length} tokens a step, {os.cpu_count()} cores, {arguments.turns} turns")
-    print(f"{'processes':>9}{'C':>4}{'against one':>13}{'lowest':>9}{'highest':>9}{'communication':>15}")
+    print(f"{'processes':>9}{'C':>4}{'against one':>13}{'lowest':>9}{'highest':>9}{'communication':>15}{'CPU':>7}")
     for one in table:
         print(
             f"{one['processes']:>9}{one['context']:>4}{median(one['ratios']):>13.2f}{min(one['ratios']):>9.2f}"
-            f"{max(one['ratios']):>9.2f}{median(one['communication']):>15.1%}"
+            f"{max(one['ratios']):>9.2f}{median(one['communication']):>15.1%}{median(one['cpu_ratios']):>7.2f}"
         )
     if arguments.json:
         settings = {key: getattr(arguments, key) for key in ("turns", "steps", "rows", "length")}
         arguments.json.write_text(json.dumps({**settings, "cores": os.cpu_count(), "layouts": table}, indent=1) + "\n")
 
 
-def row(layout: tuple[int, int], turns: list[tuple[float, float]], alone: list[tuple[float, float]]) -> dict[str, Any]:
-    """The numbers of a layout: by turn, tokens per second, their ratio to one process, and communication."""
-    speeds, shares = zip(*turns, strict=True)
-    ratios = [speed / one for speed, (one, _) in zip(speeds, alone, strict=True)]
+def row(layout: tuple[int, int], turns: list[Turn], alone: list[Turn]) -> dict[str, Any]:
+    """The numbers of a layout by turn: tokens per second and ratios to one process; communication; ratios of CPU."""
     return {
         "processes": layout[0],
         "context": layout[1],
-        "tokens_per_second": list(speeds),
-        "ratios": ratios,
-        "communication": list(shares),
+        "tokens_per_second": [turn.tokens_per_second for turn in turns],
+        "ratios": [turn.tokens_per_second / one.tokens_per_second for turn, one in zip(turns, alone, strict=True)],
+        "communication": [turn.communication for turn in turns],
+        "cpu_ratios": [turn.cpu_seconds / one.cpu_seconds for turn, one in zip(turns, alone, strict=True)],
     }
 
 

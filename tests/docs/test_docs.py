@@ -201,7 +201,7 @@ def test_plots_are_current(tmp_path: Path):
     assert {file.name for file in drawn} == {file.name for file in (ROOT / "docs/plots").iterdir()}
 
 
-@pytest.mark.parametrize("name", ["attention", "decode", "effort", "studies", "traffic"])
+@pytest.mark.parametrize("name", ["attention", "decode", "distributed", "effort", "studies", "traffic"])
 def test_recorded_numbers_stand_in_a_page(name: str):
     """Plots and tables show the same numbers."""
     text = "\n".join(page.text for page in PAGES).replace(",", "")
