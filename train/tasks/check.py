@@ -13,7 +13,7 @@ import numpy as np
 from data import load_tokenizer
 from data.check import SplitReport, check_data
 from model import ModelConfig
-from train.config.schema import Config
+from train.config.schema import Config, counted
 from train.errors import InputError, user_errors
 from train.logging.text import visible
 
@@ -49,7 +49,8 @@ def report(config: Config, reports: dict[str, SplitReport]) -> Iterator[str]:
     yield from _table(reports)
     train = reports["training"]
     if train.rows and task.global_batch_rows:
-        yield f"an epoch is {-(-train.rows // task.global_batch_rows):,} steps of {task.global_batch_rows} rows"
+        steps = -(-train.rows // task.global_batch_rows)
+        yield f"an epoch is {counted(steps, 'step')} of {counted(task.global_batch_rows, 'row')}"
     shown: list[str] = []
     for name, split in reports.items():  # if records are split by content, both splits read all records
         lines = list(_details(split))

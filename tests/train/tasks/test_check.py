@@ -53,6 +53,7 @@ def test_what_is_printed(checked) -> None:
         and "1 records were read as sharegpt" in out
         and "keys of records that are not used: id (1)" in out
     )
+    assert "\nan epoch is 1 step of " in out
     assert "</think>⟦two<｜end▁of▁sentence｜>⟧" in out and "⟦b<｜end▁of▁sentence｜>⟧<｜User｜>" in out
     assert "a\\x1b[31m" in out and "\x1b" not in out, "escape sequences are spelled out"
     assert "documents by length in tokens (a row has 64 tokens)" in out and out.count("█") >= 40
