@@ -29,6 +29,8 @@ for narrows_name in NARROWS_MAX_REQUEUES NARROWS_MAX_FAILURES NARROWS_GPUS_PER_N
   fi
 done
 unset narrows_name narrows_number
+# Every process group of gloo keeps a connection to each of its ranks: as many open files as the node allows.
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 # --- W&B: WANDB_API_KEY, or a file that nobody else can read and that holds nothing but the key
 : "${WANDB_API_KEY_FILE:=}"
 

@@ -2,6 +2,7 @@
 # Are the nodes of this job fit to train? Run it in the repository's root inside a job (train.sbatch does, salloc works):
 #   slurm/healthcheck.sh [FILE]
 # Starts one task for every task of the job and prints a line for each node and check: number of GPUs, room on the disks,
+# open files that a task may have,
 # an all-reduce over all tasks (NCCL on GPUs), clocks. Exit code 0: all passed; 1: not, and FILE gets the nodes at
 # fault, comma-separated, or nothing where none can be named.
 set +x # a trace would show the W&B key
@@ -38,11 +39,19 @@ check_disks() {
   done
 }
 
+check_files() { # five groups may hold all tasks: the run, its gradients, its checkpoints, experts, and tables
+  local limit wanted=$((5 * (SLURM_NTASKS - 1) + 256))
+  limit=$(ulimit -S -n)
+  report "$([[ $limit == unlimited ]] || ((limit >= wanted)) && echo PASS || echo FAIL)" files \
+    "$limit open files are allowed, $wanted are wanted: 5 connections to each other task, and 256"
+}
+
 if [[ ${1:-} == --task ]]; then
   node=${SLURMD_NODENAME:-$(uname -n)} failed=0
   if ((SLURM_LOCALID == 0)); then
     check_gpus
     check_disks
+    check_files
   fi
   python slurm/allreduce.py || failed=1
   exit "$failed"

@@ -1,6 +1,6 @@
 """``python tests/at_step.py STEP WHAT KEY=VALUE...`` is ``python -m train KEY=VALUE...`` to which something happens as
 a step begins, so that it happens in the middle of the run however fast or slow the machine is. WHAT: ``SIGKILL:1``,
-rank 1 sends itself this signal; ``wait``, every rank waits until it is told to stop.
+rank 1 sends itself this signal; ``sleep:1``, rank 1 sleeps; ``wait``, every rank waits until it is told to stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def prepare(step: int, what: str) -> None:
 
     def train_step(run: loop.Run, batches: list, done: int, tokens: int, **given: Any) -> dict[str, Any]:
         if done + 1 == step:
-            if name != "wait" and run.world.rank == int(rank):
+            while name == "sleep" and run.world.rank == int(rank):
+                time.sleep(0.1)
+            if name not in ("wait", "sleep") and run.world.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[name])
             while name == "wait" and not heard:
                 time.sleep(0.02)

@@ -50,7 +50,7 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
             or the number of processes differs from the configured number.
         RankLost: another process ended or no longer answers.
     """
-    world = launch(config.parallel)
+    world = launch(config.parallel, config.run_dir / "stacks")
     alone = only_process_in(config.run_dir) if world.first else nullcontext()
     with world.collective_guard(Interrupted, NonFiniteError), alone:
         folder, changes = world.from_first(find_state(settle_precision(config, world.device)))

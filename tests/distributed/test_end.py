@@ -130,3 +130,21 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(lone) -> None:
     program.until(lambda: _accepts("127.0.0.1", port))
     os.kill(program.pid, signal.SIGINT)
     assert program.wait() == -signal.SIGINT
+
+
+@pytest.mark.slow
+def test_a_rank_that_lives_but_does_not_arrive_is_ended_with_its_stack(corpus: Path) -> None:
+    more = ("parallel.hang_timeout=3", "parallel.collective_timeout=600")
+    with start(corpus, "hanging", 2, "ep2", *more, at=("3", "sleep:1")) as group:
+        first, second = group.finish()
+    assert (first.code, second.code) == (4, 4)
+    (said,) = re.findall("error: (.*)", first.output)
+    name = f"rank 1 (process {group.processes[1].pid} on {socket.gethostname()})"
+    assert re.match(
+        rf"{re.escape(name)} has not arrived in all_reduce \(sum_ in train/distributed/world.py:\d+\), ", said
+    )
+    assert "it is at train_step in tests/at_step.py:" in said
+    folder = corpus / "runs" / "hanging" / "stacks"
+    stacks = [(folder / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert all(name in one.splitlines()[0] for one in stacks)
+    assert "in all_reduce" in stacks[0] and "at_step.py" in stacks[1] and "in train_step" in stacks[1]

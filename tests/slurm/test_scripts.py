@@ -288,6 +288,7 @@ def test_gpus_and_disks_are_counted_by_node(cluster) -> None:
     wanted = {"NARROWS_GPUS_PER_NODE": "8", "STUB_GPUS": '{"localhost": 8, "node2": 7}', "NARROWS_MAX_REQUEUES": "0"}
     result = cluster.submit(**wanted)
     assert "PASS node=localhost check=gpus: 8 of 8\n" in result.log
+    assert re.search(r"PASS node=localhost check=files: \w+ open files are allowed, 261 are wanted", result.log)
     assert "FAIL node=node2 check=gpus: 7 of 8\n" in result.log and "healthcheck: FAIL (node2)" in result.log
     for setting, message in (
         ({"NARROWS_MIN_FREE_GIB": "99999999"}, "GiB free, 99999999 are wanted"),

@@ -80,6 +80,10 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
     else:
         yield from divides_rows(parallel, task)
     yield from _layout_rules(parallel)
+    if parallel.hang_timeout >= parallel.collective_timeout:
+        rule = f"a collective call fails after parallel.collective_timeout={parallel.collective_timeout:g} seconds"
+        keys = {"parallel.hang_timeout", "parallel.collective_timeout"}
+        yield keys, problem("parallel.hang_timeout", parallel.hang_timeout, rule, "Lower it")
     if parallel.context_parallel > 1:
         yield from _context_rules(parallel.context_parallel, task)
 

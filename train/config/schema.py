@@ -189,6 +189,10 @@ class ParallelConfig:
     gpu_memory_gib: PositiveFloat | None  # memory of one GPU in GiB; task=plan compares its estimate with it
     heartbeat_timeout: PositiveFloat  # seconds of silence after which a process counts as lost
     start_timeout: PositiveFloat  # seconds within which all processes must start after the first one
+    # Seconds that ranks wait in one collective call, after which a rank that lives but has not arrived there is named,
+    # the stack traces of all ranks are written into the run directory (stacks/), and the run ends. Must be less than
+    # collective_timeout.
+    hang_timeout: PositiveFloat
     collective_timeout: PositiveFloat  # time limit in seconds of one collective call; a lost process is noticed earlier
     hardware: HardwareConfig
 

@@ -6,6 +6,7 @@ imports only files listed above it:
 
     launchers           reads rank and number of processes from the environment; imports no torch
     workers             starts processes on this machine for one piece of work, such as converting a checkpoint
+    stacks              where the threads of this process are, and their stack traces
     failure_detector    waits until all processes have started; detects processes that die or hang, and names them
     world               the device of this process; sums and other collective operations over all processes
     dense               divides the rows of the blocks' dense matrices over processes, by FSDP2

@@ -12,24 +12,31 @@ id, and processes on other hosts by their heartbeats (rank 0 checks all ranks, r
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from train.distributed.launchers import LauncherError
+from train.distributed.stacks import Whereabouts, whereabouts, write_stacks
 from train.errors import LOST, RankLost
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
 EXIT_GRACE = 10.0  # seconds that a process has to end by itself after another process is lost
 STORE_FAILURES = 3  # consecutive failed calls after which the process or launcher that hosts the store counts as lost
+STACKS_GRACE = 2.0  # seconds in which all processes write their stack traces after one of them has been found to hang
+HANGS = "has not arrived"  # in the text about a rank that lives but does not arrive at a collective call
 REMINDER_INTERVAL = 60.0  # seconds between messages that name the processes that have not started yet
 POLL_INTERVAL = 0.1  # seconds between checks of which processes have started
 LOOKUPS = 3  # attempts to find the address of a host by its name, a second apart
@@ -195,18 +202,33 @@ class FailureDetector(threading.Thread):
     Args:
         store: a separate connection to the store; in a shared one, a call that waits would delay the heartbeats.
         timeout: seconds without a heartbeat after which a process counts as lost.
+        hang_timeout: seconds that ranks wait in one collective call after which a rank that has not arrived there
+            counts as lost, although it lives.
+        stacks: folder for the stack traces of all ranks that are written in this case; None: the current folder.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        hang_timeout: float = math.inf,
+        stacks: Path | None = None,
+    ):
         super().__init__(name="failure detector", daemon=True)
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.hang_timeout, self.stacks = hang_timeout, stacks or Path(".")
+        self._last_sent = ""  # the last heartbeat of this process
+        self._where, self._waited = Whereabouts(""), 0  # where this process is; heartbeat intervals waited there
         self.failure: str | None = None  # which process is lost, as text for the message
         self._found, self._closed = threading.Event(), threading.Event()
         # Times are counted in heartbeat intervals, because a clock would continue while a job is suspended.
         self._last: dict[int, tuple[bytes, int]] = {}  # rank -> last heartbeat, number of checks since it changed
+        self._beats: dict[int, bytes] = {}  # the last heartbeat of every rank that this process checks
         self._unanswered = 0  # heartbeat intervals since the store last answered
         store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
-        store.set(f"heartbeat/{rank}", "0")
+        store.set(f"heartbeat/{rank}", self._heartbeat(0))
         found = store.multi_get([f"process/{other}" for other in range(size)])
         self.processes = [one.decode().split() for one in found]  # host and process id of every rank
         # Ranks whose process is visible here: on the same host and not in another container.
@@ -222,7 +244,11 @@ class FailureDetector(threading.Thread):
             if self._unanswered * HEARTBEAT_INTERVAL > self.timeout:
                 self.failure = self._store_is_lost()
         self._found.set()
-        if not self._closed.wait(EXIT_GRACE):  # the main thread hangs in a collective call
+        hangs = HANGS in self.failure
+        if hangs:
+            with suppress(OSError):  # a full disk must not keep the process from ending
+                write_stacks(self.stacks / f"rank-{self.rank}.txt", self.failure)
+        if not self._closed.wait(STACKS_GRACE if hangs else EXIT_GRACE):  # the main thread hangs in a collective call
             self.report()
             os._exit(LOST)
 
@@ -232,13 +258,43 @@ class FailureDetector(threading.Thread):
         while self.failure is None and not self._closed.wait(HEARTBEAT_INTERVAL):
             count += 1
             try:
-                self.store.set(f"heartbeat/{self.rank}", str(count))
+                self.store.set(f"heartbeat/{self.rank}", self._heartbeat(count))
                 self.failure = self._check() or self.failure
                 self._unanswered = failures = 0
             except RuntimeError:
                 failures += 1
                 if failures == STORE_FAILURES:
                     self.failure = self._store_is_lost()
+
+    def _heartbeat(self, count: int) -> str:
+        """The text that this process writes into the store: a counter, how long the process has waited in its present
+        collective call, the name of the call, and the place in the program.
+        """
+        now = whereabouts()
+        self._waited = self._waited + 1 if now.collective is not None and now == self._where else 0
+        self._where = now
+        self._last_sent = json.dumps([count, self._waited * HEARTBEAT_INTERVAL, now.collective, now.place])
+        return self._last_sent
+
+    def _hanging(self, beats: Mapping[int, bytes]) -> str | None:
+        """Return a text that names a rank that lives but does not arrive where others have waited for `hang_timeout`,
+        or None. If all ranks wait, they are in different calls, and one that came last is named.
+
+        beats: the last heartbeat of every rank.
+        """
+        found = {rank: json.loads(beat) for rank, beat in beats.items()}
+        waiting = {rank: seconds for rank, (_, seconds, _, _) in found.items() if seconds}
+        if not waiting or (longest := max(waiting.values())) < self.hang_timeout:
+            return None
+        rank = min(found, key=lambda rank: (found[rank][1], rank))
+        other = max(waiting, key=lambda rank: (waiting[rank], -rank))
+        _, seconds, collective, place = found[rank]
+        here = f"waits in {collective} ({place})" if collective and seconds else f"is at {place}"
+        _, _, collective, place = found[other]
+        return (
+            f"{self.name_of(rank)} {HANGS} in {collective} ({place}), where rank {other} has waited for it for "
+            f"{longest:.0f} s; it {here}. The stack traces of all ranks are in {self.stacks}"
+        )
 
     def _store_is_lost(self) -> str:
         holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name_of(0)
@@ -287,7 +343,8 @@ class FailureDetector(threading.Thread):
         if not gone and self.rank < 2:  # rank 1 checks rank 0; a launcher's store outlives rank 0
             gone = self._silent(list(range(1, self.size)) if self.rank == 0 else [0])
         if not gone:
-            return None
+            hanging = self._hanging(self._beats) if self.rank == 0 else None
+            return hanging and (self.store.compare_set("lost", "", hanging).decode() or hanging)
         time.sleep(HEARTBEAT_INTERVAL / 2)  # a process that ended by itself announces it within this time
         found = f"{self.name_of(gone[0])} is gone"
         return self.store.compare_set("lost", "", found).decode() or found
@@ -296,6 +353,8 @@ class FailureDetector(threading.Thread):
         """Return the ranks in ``ranks`` whose last heartbeat is older than the timeout."""
         silent = []
         beats = self.store.multi_get([f"heartbeat/{rank}" for rank in ranks]) if ranks else []
+        own = self._last_sent.encode()
+        self._beats = {self.rank: own, **dict(zip(ranks, beats, strict=True))}
         for rank, beat in zip(ranks, beats, strict=True):
             last, checks = self._last.get(rank, (b"", 0))
             checks = checks + 1 if beat == last else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,9 +23,11 @@ from train.start import StartTimes
 BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def launch(layout: ParallelConfig) -> World:
+def launch(layout: ParallelConfig, stacks: Path | None = None) -> World:
     """Connect this process with the other processes that torchrun, the deepspeed launcher or srun has started, if any.
     Returns the ``World`` of this process.
+
+    stacks: folder for the stack traces of all ranks, written if one of them hangs (``parallel.hang_timeout``).
 
     Raises:
         ConfigError: the number of started processes differs from ``parallel.world_size``.
@@ -42,10 +45,12 @@ def launch(layout: ParallelConfig) -> World:
     if process.size == 1:
         return World(device, start=start)
     with ctrl_c_ends():
-        return _connect(process, device, layout, start)
+        return _connect(process, device, layout, start, stacks)
 
 
-def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig, start: StartTimes) -> World:
+def _connect(
+    process: ProcessInfo, device: torch.device, layout: ParallelConfig, start: StartTimes, stacks: Path | None
+) -> World:
     """Connect this process with the others of the run and create all process groups."""
     _form_group(process, device, layout)
     groups = {n: make_groups(n, process) for n in sorted({layout.expert_parallel, layout.table_shards})}
@@ -59,10 +64,10 @@ def _connect(process: ProcessInfo, device: torch.device, layout: ParallelConfig,
     everyone = RankGroup(cast(dist.ProcessGroup, dist.group.WORLD), process.rank, process.size)
     replica_groups = {n: same for n, (_, same) in groups.items()} | {1: everyone}
     store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
-    detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout)
+    detector = FailureDetector(store, process.rank, process.size, layout.heartbeat_timeout, layout.hang_timeout, stacks)
     detector.start()
     start.mark("processes")
-    return World(device, process.rank, process.size, parallel, replica_groups, detector, start, mesh)
+    return World(device, process.rank, process.size, parallel, replica_groups, detector, start, dense_mesh=mesh)
 
 
 def _form_group(process: ProcessInfo, device: torch.device, layout: ParallelConfig) -> None:

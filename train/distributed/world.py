@@ -4,6 +4,8 @@ collective operations.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from model.parallel.collective_errors import gather_objects
 from model.parallel.ranks import ONE_PROCESS, Parallel, RankGroup
 from train.config.schema import Config
-from train.distributed.failure_detector import FailureDetector, message
+from train.distributed.failure_detector import POLL_INTERVAL, FailureDetector, message
 from train.distributed.launchers import LauncherError, ProcessInfo
 from train.errors import RankLost
 from train.start import StartTimes
@@ -83,6 +85,7 @@ class World:
     # ^ number of parts that a parameter is split into -> the ranks that hold the same part as this rank
     failure_detector: FailureDetector | None = None  # None if there is only one process
     start: StartTimes = field(default_factory=StartTimes)  # how long each part of the start of this process took
+    _onces: Iterator[int] = field(default_factory=itertools.count)  # numbers the calls of `once`
     dense_mesh: DeviceMesh | None = None  # `rank_mesh` of the ranks that divide dense matrices; None: not divided
 
     @property
@@ -160,10 +163,21 @@ class World:
                 found = make()
             except (ValueError, OSError) as refused:
                 error = refused
+        self._wait_for_first()
         found, error = self.from_first((found, error))
         if error is not None:
             raise error
         return found
+
+    def _wait_for_first(self) -> None:
+        """Wait until rank 0 has called this method as often as this rank. Hashing a large corpus takes longer than a
+        collective call may wait, so the ranks ask the store.
+        """
+        store, key = dist.distributed_c10d._get_default_store(), f"once/{next(self._onces)}"
+        if self.first:
+            store.set(key, "")
+        while not store.check([key]):
+            time.sleep(POLL_INTERVAL)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's ``value``, a picklable object, in the order of ranks."""

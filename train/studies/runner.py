@@ -42,6 +42,7 @@ IRRELEVANT = (  # settings that do not change the trained weights
     "data.cache_dir",
     "parallel.heartbeat_timeout",
     "parallel.start_timeout",
+    "parallel.hang_timeout",
     "parallel.collective_timeout",
 )
 

@@ -113,12 +113,17 @@ class Store:
         self.inner, self.calls = dist.HashStore(), Counter[str]()
         for rank in range(size):
             self.inner.set(f"process/{rank}", f"node{rank // PER_NODE} {10_000 + rank}")
-            self.inner.set(f"heartbeat/{rank}", "0")
+            self.inner.set(f"heartbeat/{rank}", json.dumps([0, 0, None, "start"]))
 
-    def beat(self, ranks: range, count: int, silent: int | None = None) -> None:
+    def beat(self, ranks: range, count: int, silent: int | None = None, late: int | None = None) -> None:
+        """All but ``silent`` are alive; all but ``late``, if it is given, wait in a collective call."""
         for rank in ranks:
+            if rank == late or late is None:
+                beat = [count, 0, None, "look_up in model/engram.py:7, layer 1"]
+            else:
+                beat = [count, float(count), "all_to_all_single", "exchange in model/moe.py:9, layer 14"]
             if rank != silent:
-                self.inner.set(f"heartbeat/{rank}", str(count))
+                self.inner.set(f"heartbeat/{rank}", json.dumps(beat))
 
     def __getattr__(self, name: str):
         def call(*arguments):
@@ -153,6 +158,21 @@ def test_a_silent_rank_among_768_is_named(no_waiting) -> None:
     assert other._check() == "rank 613 (process 10613 on node76) is gone", "rank 0 has told all"
 
 
+def test_a_rank_among_768_that_lives_but_does_not_arrive_is_named(no_waiting) -> None:
+    store = Store(SIZE)
+    detector = FailureDetector(store, 0, SIZE, timeout=100.0, hang_timeout=30.0, stacks=Path("runs/x/stacks"))
+    for count in range(1, 31):
+        store.beat(range(SIZE), count, late=613)
+        detector._last_sent = store.inner.get("heartbeat/0").decode()
+        assert count == 30 or detector._check() is None
+    assert detector._check() == (
+        "rank 613 (process 10613 on node76) has not arrived in all_to_all_single (exchange in model/moe.py:9, "
+        "layer 14), where rank 0 has waited for it for 30 s; it is at look_up in model/engram.py:7, layer 1. The stack "
+        "traces of all ranks are in runs/x/stacks"
+    )
+    assert FailureDetector(store, 42, SIZE, timeout=100.0)._check().startswith("rank 613 "), "rank 0 has told all"
+
+
 @pytest.mark.parametrize(("rank", "calls"), [(0, 2), (1, 2), (9, 1)])
 def test_a_rank_calls_the_store_as_often_in_any_world(no_waiting, rank: int, calls: int) -> None:
     for size in (16, SIZE):
@@ -178,6 +198,9 @@ def test_what_one_rank_computes_or_refuses_is_told_to_all() -> None:
         def from_first(self, value):
             sent.append(pickle.dumps(value)) if self.first else None
             return pickle.loads(sent[-1])
+
+        def _wait_for_first(self):
+            pass
 
     def refuse():
         raise DataError("a.jsonl", 3, "blank line", "remove it")

@@ -361,7 +361,7 @@ atexit.register(print, "exit functions")
 def main():
     if os.environ["WORLD_SIZE"] == "1":
         hardware = HardwareConfig(8, 1.0, 1.0, 1.0, 1.0, 1.0)
-        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, 1, 1, None, 20.0, 600.0, 1800.0, hardware))
+        world = launch(ParallelConfig("cpu", "fp32", 1, 1, 1, False, 1, 1, None, 20.0, 600.0, 1500.0, 1800.0, hardware))
         model = torch.nn.Linear(2, 2)
         engine = Engine(world, model, torch.optim.SGD(model.parameters(), 1.0))
         engine.backward(model(torch.ones(1, 2)).sum(), last=True), engine.reduce(engine.present()), engine.step()
