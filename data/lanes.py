@@ -155,7 +155,9 @@ class LaneRows:
         return {"lanes": self.count, "seq_len": self.seq_len, "turn": self._turn, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a whole position; lanes are dealt anew if their number or the length of rows has changed."""
+        """Restore the reading position of all lanes. If the number of lanes or the row length has changed since it
+        was saved, the remaining documents are distributed over the lanes again (see `deal_anew`).
+        """
         state = state if "lanes" in state else _of_one_lane(state)
         positions = [state["positions"][str(lane)] for lane in range(state["lanes"])]
         self._turn = state["turn"]

@@ -40,8 +40,9 @@ class TokenStore:
         offsets: int64 [documents + 1], the positions in `tokens` where the documents begin, and the end of the last
             one.
         byte_counts: uint32 [tokens], the number of bytes of UTF-8 source text that each token stands for, or None if
-            they are not counted. With any tokenizer the counts add up to the size of the documents in bytes: text that
-            a normaliser drops at the end of a document is counted for EOS.
+            they are not counted. Whatever the tokenizer, the byte counts of all tokens add up to the size of the
+            documents in bytes: the bytes of text that a normaliser drops at the end of a document are added to the
+            count of EOS.
         num_bytes: number of bytes of UTF-8 source text of all documents.
         skipped, repaired: the number of records that were left out, or were repaired, for each reason.
         formats, unused: the number of records recognised in each format, and the number of records that have each

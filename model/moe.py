@@ -160,8 +160,9 @@ class Experts(Watched, Rounds):
         return self.linear("w2", hidden, ends)
 
     def _weighted_for_others(self, rows: Tensor, tags: Tensor, moved: RowCounts, combine: bool) -> Tensor:
-        """As `_weighted`, for the rows that all ranks have sent to the experts of this rank, with their weights and
-        expert ids as tags [R, 2]; the results are sent back. No token is dropped, whatever the counts are.
+        """Like `_weighted`, for the rows that the experts of this rank have received from all ranks. The tags [R, 2] of
+        the rows hold the routing weight and the expert id of each row. Every result is sent back to the rank that
+        the row came from. No token is dropped, whatever the counts are.
         """
         ranks, local = self.shard.ranks, len(self.shard)
         counts, send, receive = moved

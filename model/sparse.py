@@ -326,8 +326,8 @@ class _Chunks:
         torch.add(shift.unsqueeze(-1), far, alpha=self.scale, out=far).exp_()
 
     def exponentiate_(self, near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn dot products into exp(score - top) in place. Returns the softmax denominator over all keys and the sink,
-        fp32 [rows, H]: its log, and its value relative to exp(top).
+        """Turn dot products into exp(score - top) in place. Returns two tensors fp32 [rows, H]: the log of the softmax
+        denominator over all keys and the sink, and this denominator divided by exp(top).
         """
         heads = self.blocks.heads
         top = near.amax(-1).view(-1, heads)

@@ -211,8 +211,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _assign_owners(self, placements: Mapping[str, ParameterPlacement]) -> None:
         """Choose the owner of each parameter among the processes that hold the same values, so that the bytes of state
-        are balanced. Every process computes the same assignment. The owners of the parts of a split parameter belong to
-        one shard group, so that they can sum over the whole parameter.
+        are balanced. Every process computes the same assignment. If a parameter is split into parts, the owners of the
+        parts belong to one shard group, so that an all-reduce in this group gives sums over the whole parameter.
         """
         kinds: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         for group in self.param_groups:

@@ -10,7 +10,7 @@ from .check import positive, require, share
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The settings of Muon; the defaults are the report's values.
+    """The settings of Muon; the defaults are the values of the V4.1 report (arXiv 2609.19969).
 
     Attributes:
         momentum: decay factor of the momentum buffer.
@@ -31,7 +31,8 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class SinkhornSettings:
-    """The settings of Sinkhorn-balanced momentum (the report's Algorithm 1); the defaults are the report's values.
+    """The settings of Sinkhorn-balanced momentum (Algorithm 1 of the V4.1 report, arXiv 2609.19969); the defaults are
+    the values of the report.
 
     Attributes:
         momentum: decay factor b of the moving average of gradients.
@@ -62,8 +63,8 @@ class SinkhornSettings:
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The settings of AdamW; the defaults are the report's values. Because eps is so small, the update does not depend
-    on the scale of the gradient. Raises ValueError that lists every invalid value.
+    """The settings of AdamW; the defaults are the values of the V4.1 report (arXiv 2609.19969). Because eps is so
+    small, the update does not depend on the scale of the gradient. Raises ValueError that lists every invalid value.
     """
 
     beta1: float = 0.9

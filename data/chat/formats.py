@@ -80,7 +80,7 @@ def as_pair(record: Any, field: str, file: str, line: int) -> tuple[Mapping[str,
     """Split a preference record into two records in the format of `as_messages`: one ends in the preferred answer, the
     other in the rejected answer. The messages before the answers are the same in both records.
 
-    Raises `DataError` for a record without both answers.
+    Raises `DataError` for a record that lacks one of the two answers.
     """
     if not isinstance(record, dict):
         raise DataError(file, line, "record is not an object", f"it is {kind_of(record)}")

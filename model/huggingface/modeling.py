@@ -543,7 +543,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the embedding unchanged. Raises ValueError if `new_num_tokens` differs from the vocabulary size."""
         if new_num_tokens not in (None, self.config.text_config.vocab_size):
             raise ValueError(
-                "the vocabulary of this model cannot be resized, because Engram tables and head depend on it"
+                "the vocabulary of this model cannot be resized: the Engram tables and the output head depend on it"
             )
         return self.model.embed
 

@@ -68,8 +68,8 @@ class TaskConfig:
     eval_tasks: list[EvalEntry]  # tasks that every evaluation also measures: names, or sections with settings
 
     def at(self, tokens: int) -> TaskConfig:
-        """Return the task with the length and the numbers of rows that ``length_schedule`` gives after ``tokens``
-        trained tokens, and without a schedule.
+        """Return a copy of the task as it stands after ``tokens`` trained tokens: with the row length and the row
+        counts that ``length_schedule`` gives, and with an empty ``length_schedule``.
         """
         reached = [self.seq_len, *(entry.seq_len for entry in self.length_schedule if entry.tokens <= tokens)]
         return self.with_length(reached[-1])

@@ -121,8 +121,9 @@ def read_rows(run: Run, batch: dict[str, Tensor], layout: Any) -> Tensor:
 
 @torch.no_grad()
 def losses_by_reads(run: Run, rows: Tensor, words: Tensor) -> dict[str, Any]:
-    """The mean loss in nats of the held-out tokens in every group of `GROUPS`, and their number: ``by Engram rows`` and
-    ``by token``. The arguments are the results of ``count_reads``.
+    """Return, for each group of `GROUPS`, the mean loss in nats of its held-out tokens and the number of these tokens.
+    The result has two keys: ``by Engram rows`` groups tokens by how often their Engram rows were read in training, and
+    ``by token`` by how often the token itself was. The arguments are the results of ``count_reads``.
     """
     kinds = ("by Engram rows", "by token")
     sums = {kind: torch.zeros(2, len(GROUPS), dtype=torch.float64) for kind in kinds}

@@ -15,7 +15,7 @@ from train.errors import InputError
 
 
 class StudyError(InputError):
-    """A study cannot be run, or some of its runs failed. The message says why, or names the failed runs."""
+    """A study cannot be run, or some of its runs failed. The message gives the reason, or names the failed runs."""
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -70,8 +70,8 @@ class Recovery:
     """An expected result: the arm ``arm`` recovers at least the share ``share`` of what the arm ``best`` gains over the
     arm ``worst`` in every one of ``measures``, which are losses.
 
-    A measure counts only if ``best`` gains at least ``least`` over the mean of the seeds, and gains with every seed.
-    Otherwise there is no effect to recover.
+    A measure counts only if ``best`` is better than ``worst`` with every seed, and by at least ``least`` on average
+    over the seeds. Otherwise there is no effect to recover.
     """
 
     text: str

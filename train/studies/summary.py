@@ -77,9 +77,9 @@ def judge(claim: Claim, runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -
 def judge_recovery(
     recovery: Recovery, runs: Mapping[str, Mapping[int, Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield for every measure of a ``Recovery`` the gains of ``best`` and of ``arm`` over ``worst`` by seed, the share
-    that the mean gain of ``arm`` is of that of ``best``, and the verdict: whether the share suffices. Share and verdict
-    are None if there is no effect to recover.
+    """For each measure of a ``Recovery``, yield three things: the gains of ``best`` and of ``arm`` over ``worst`` for
+    each seed; the mean gain of ``arm`` divided by the mean gain of ``best``; and whether this ratio is high enough.
+    Ratio and verdict are None if there is no effect to recover.
     """
     for measure in recovery.measures:
         worst, best, arm = (

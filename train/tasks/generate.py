@@ -102,7 +102,9 @@ def _prompt(asked: Model, config: Generation, record: dict[str, Any], number: in
     if not messages:
         if images := [key for key in ("images", "image") if record.get(key)]:
             detail = f"{images[0]} goes with prompt or messages, not with text"
-            raise DataError(config.prompts, 0, f"record {number + 1}: image in a text to continue", detail)
+            raise DataError(
+                config.prompts, 0, f"record {number + 1}: a plain-text prompt cannot contain an image", detail
+            )
         return Prompt(tuple(asked.tokenizer.encode(record["text"], add_special_tokens=False).ids))
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     own = {key: record[key] for key in OF_RECORD if record.get(key) is not None}

@@ -279,7 +279,9 @@ class HttpRollout:
         try:
             experts = np.frombuffer(base64.b64decode(routed, validate=True), dtype="<i4").reshape(shape)
         except (TypeError, ValueError, binascii.Error) as error:
-            raise self.servers.wrong(server, f"returns routed experts without shape {list(shape)}: {error}") from None
+            raise self.servers.wrong(
+                server, f"returns routed experts that do not have the shape {list(shape)}: {error}"
+            ) from None
         return torch.from_numpy(experts.astype(np.int16))
 
 
