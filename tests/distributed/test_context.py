@@ -50,11 +50,15 @@ def text(corpus: Path) -> list[str]:
 
 
 def test_a_run_on_text_and_its_continuation_by_one_process(corpus: Path) -> None:
-    """Steps, held-out losses and the recall of the indexers, half of the run split over two, the rest on one."""
-    settings = [*text(corpus), "checkpoint.export=plain"]
+    """Steps, held-out losses and the recall of the indexers, half of the run split over two, the rest on one. Rows
+    become longer while they are split.
+    """
+    longer = "task.length_schedule=[{tokens: 500, seq_len: 128}]"
+    settings = [*text(corpus), "checkpoint.export=plain", longer]
     alone = train(1, corpus, "text-alone", *settings, "task.tokens=1500")
     train(2, corpus, "text", *settings, *BOTH, "task.tokens=700")
     found = train(1, corpus, "text", *settings, "task.tokens=1500")
+    assert [record["seq_len"] for record in found if record["kind"] == "train"][:4] == [64, 64, 128, 128]
     at_the_break = [record for record in found if record["kind"] == "valid" and record["step"] == 3]
     assert len(at_the_break) == 1, "a run that is complete evaluates"
     assert_same([record for record in found if record not in at_the_break], alone, 1e-4)
