@@ -30,6 +30,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from model import ForwardOptions, ModelConfig, build_model, load_pretrained, save_pretrained
+from model.packed import PackedWeight
 from train.config.schema import LoraConfig
 from train.lora import inject
 
@@ -111,7 +112,8 @@ def work(folder: Path, kind: str, tokens: int, steps: int) -> None:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
         losses.append(float(total))
-    matrices = [p.shape[-2:].numel() * 4 for p in model.parameters() if p.dim() > 1 and not p.requires_grad]
+    packed = [p for name, p in model.named_parameters() if isinstance(p, PackedWeight) and ".embed." not in name]
+    matrices = [p.shape[-2:].numel() * 4 for p in packed] or [0]  # of a table, only rows are unpacked
     found = {"loading": loading, "held": loaded, "all": peak.most(), "step": min(seconds), "losses": losses}
     found["adapter"] = 16 * sum(parameter.numel() for parameter in trained) / 2**20
     print(json.dumps(found | {"matrix": max(matrices) / 2**20}))
