@@ -73,6 +73,7 @@ def record(config: Config) -> None:
     if path.exists():
         return
     folders = {key: find_pretrained(name).folder.resolve() for key, name in named(config).items()}
+    noted: dict[str, dict[str, str | None]]
     noted = {key: {"folder": str(folder), "digest": digest(folder)} for key, folder in folders.items()}
     noted |= {key: {"file": str(file), "digest": _content(file)} for key, file in task_files(config).items()}
     if noted:

@@ -130,7 +130,7 @@ def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict
             gone[".".join(map(str, loc))] = _take(tree, loc)
 
 
-def _section(tree: Any, loc: Sequence[str | int]) -> dict[str, Any] | None:
+def _section(tree: Any, loc: Sequence[str | int]) -> dict[str | int, Any] | None:
     """Return the mapping that holds the value at ``loc``, or None if there is no such value."""
     *parents, leaf = loc or ("",)
     for part in parents:
