@@ -100,7 +100,7 @@ def _sizes(overrides: list[str]) -> list[str]:
     if task in ("convert", "merge", "plan", "chat", "generate", "eval") or any(
         word.startswith("--") for word in overrides
     ):
-        return []
+        return ["processes=2"] if "processes=8" in overrides else []
     extra = [*TINY, *SMALL_RUN]
     if task in ("rl", "distill"):
         return [*extra, *[word for word in RL if task == "rl" or not word.startswith("rl.ahead")]]
