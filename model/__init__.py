@@ -8,7 +8,7 @@ the package huggingface.
 In the list below, each file imports only from the lines above it (and from its own package):
     kernels.switch
     config
-    no_wait, precision, kernels
+    no_wait, precision, summed_gradients, kernels
     norm, rope, quantize, init
     packed
     parallel, layout, chunk, hyper, loss, sparse

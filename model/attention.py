@@ -37,6 +37,7 @@ from model.quantize import fake_quant_fp8, main_kv_format
 from model.rope import rotate
 from model.rounding import Linear, Rounds
 from model.sparse import dense_attention, dense_attention_mass, gathered_attention, sparse_attention
+from model.summed_gradients import collector, read
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class CrossLayerState:
     Fields: compressed_kv [N, D], the main KV after rotation and quantisation; index_keys [N, Di], the indexer keys;
     topk_indices int32 [T, K], the slots of the selected entries (-1: none); candidates int32 [T, M], the blocks that
     later indexers may choose from (None: no restriction). In decoding only the selected entries are needed, so
-    selected_kv [T, K, D] replaces compressed_kv.
+    selected_kv [T, K, D] replaces compressed_kv. kv_gradient and keys_gradient: collectors of the gradients of the main
+    KV and of the keys (see `model/summed_gradients.py`), None in fp32 and without gradients.
     """
 
     compressed_kv: Tensor | None = None
@@ -55,11 +57,13 @@ class CrossLayerState:
     topk_indices: Tensor | None = None
     candidates: Tensor | None = None
     selected_kv: Tensor | None = None
+    kv_gradient: Tensor | None = None
+    keys_gradient: Tensor | None = None
 
     def detached(self) -> CrossLayerState:
         """A copy of the state that is detached from the autograd graph."""
         kv, keys = (x if x is None else x.detach() for x in (self.compressed_kv, self.index_keys))
-        return replace(self, compressed_kv=kv, index_keys=keys)
+        return replace(self, compressed_kv=kv, index_keys=keys, kv_gradient=None, keys_gradient=None)
 
 
 class AttentionOutput(NamedTuple):
@@ -174,7 +178,8 @@ class Attention(nn.Module):
                 shared = replace(shared, selected_kv=cache.selected(shared.topk_indices, q.dtype))
         window_start = layout.decoder_window_start if self.in_decoder else layout.window_start
         if cache is None:
-            entries = (shared.compressed_kv, shared.topk_indices) if self.ratio else (None, None)
+            kv = read(shared.compressed_kv, shared.kv_gradient) if self.ratio else None
+            entries = (kv, shared.topk_indices) if self.ratio else (None, None)
             out, mass = self._attend(q, window_kv, window_start, *entries, runtime)
         else:
             out, mass = self._attend_cached(q, window_kv, shared, runtime, cache), None
@@ -229,11 +234,16 @@ class Attention(nn.Module):
             kv, keys = cache.entries(kv, keys)
         elif rounding := main_kv_format(runtime.kv_quant):
             kv = rounding.fake_quant(kv)
+        sums: tuple[Tensor | None, Tensor | None] = (None, None)
         if first is not None:
             kv, keys = first.compressed_kv, first.index_keys
         elif chunk is not None:
-            kv, keys = gather_entries(kv, keys, entries.gathered, chunk.ranks)
-        return replace(shared, compressed_kv=kv, index_keys=keys, candidates=None)
+            kv, keys, *sums = gather_entries(kv, keys, entries.gathered, chunk.ranks)
+        elif cache is None:
+            sums = collector(kv), collector(keys)
+        return replace(
+            shared, compressed_kv=kv, index_keys=keys, candidates=None, kv_gradient=sums[0], keys_gradient=sums[1]
+        )
 
     def _index(
         self,
@@ -260,7 +270,7 @@ class Attention(nn.Module):
                 query, shared.index_keys, entries, config.index_topk, config.candidate_block_size, pool
             )
             shared = replace(shared, topk_indices=topk_indices, candidates=candidates)
-        return shared, IndexerLossInputs(query, shared.index_keys, topk_indices)
+        return shared, IndexerLossInputs(query, read(shared.index_keys, shared.keys_gradient), topk_indices)
 
     def _attend(
         self,

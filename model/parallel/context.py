@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.parallel.exchange import exchange
 from model.parallel.ranks import RankGroup
+from model.summed_gradients import without_memory
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,10 @@ class GatherPlan:
         parts = rows.split(self.capacity)
         return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
 
-    def divide(self, slots: Tensor) -> Tensor:
-        """The inverse of `join`, with zeros in rows without meaning."""
-        rows = slots.new_zeros(len(self.sizes), self.capacity, *slots.shape[1:])
-        for own, part in zip(rows, slots.split(self.sizes), strict=True):
-            own[: len(part)] = part
-        return rows.flatten(0, 1)
+    def add_divided(self, rows: Tensor, slots: Tensor) -> None:
+        """Add the slots [N, ...] to the rows [ranks * capacity, ...] that `join` takes them from."""
+        for own, part in zip(rows.split(self.capacity), slots.split(self.sizes), strict=True):
+            own[: len(part)] += part
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
@@ -77,9 +76,11 @@ def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tu
     return tuple(torch.cat(pair) for pair in zip(rows, tensors, strict=True))
 
 
-def gather_entries(kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, Tensor]:
+def gather_entries(
+    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
-    in one message.
+    in one message. Returns the two, and a collector of gradients for each (see `model/summed_gradients.py`).
 
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
@@ -89,18 +90,25 @@ def gather_entries(kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup)
 
 class _GatherSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx, kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.device = kv.device
         ctx.plan, ctx.ranks, ctx.widths, ctx.types = plan, ranks, (kv.shape[1], keys.shape[1]), (kv.dtype, keys.dtype)
         rows = torch.cat([kv, keys], dim=1)
         found = rows.new_empty(ranks.size * plan.capacity, rows.shape[1])
         dist.all_gather_single(found, rows, group=ranks.group)
         parts = plan.join(found).split(ctx.widths, dim=1)
-        return tuple(part.to(dtype).contiguous() for part, dtype in zip(parts, ctx.types, strict=True))
+        slots = [part.to(dtype).contiguous() for part, dtype in zip(parts, ctx.types, strict=True)]
+        return *slots, *map(without_memory, slots)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads: Tensor | None):
         plan, ranks = ctx.plan, ctx.ranks
-        rows = plan.divide(torch.cat([grad.float() for grad in grads], dim=1))
+        rows = torch.zeros(ranks.size * plan.capacity, sum(ctx.widths), dtype=torch.float32, device=ctx.device)
+        for part, some in zip(rows.split(ctx.widths, dim=1), (grads[::2], grads[1::2]), strict=True):
+            for grad in some:
+                if grad is not None:
+                    plan.add_divided(part, grad)
         own = rows.new_empty(plan.capacity, rows.shape[1])
         dist.reduce_scatter_single(own, rows, group=ranks.group)
         parts = own.split(ctx.widths, dim=1)
