@@ -16,6 +16,7 @@ from model.checkpoint.load import parameter_packing
 from model.config import TextConfig
 from model.loss import CHUNK_LOGITS
 from model.quantize import FP4_ROWS, FP8_TILES
+from model.sparse import CHUNK_ELEMENTS
 from optim.muon import BATCH_ELEMENTS
 from train.config.schema import Config
 from train.planning.items import FP32, Item
@@ -30,10 +31,14 @@ def micro_batches(config: Config) -> int:
     return config.task.per_rank_batch(config.parallel.row_groups)[1]
 
 
+def micro_batch_rows(config: Config) -> int:
+    """Return the number of rows in a micro-batch of a rank, or of the ranks that share rows."""
+    return config.task.per_rank_batch(config.parallel.row_groups)[0]
+
+
 def tokens_per_pass(config: Config) -> int:
     """Return the number of tokens in a micro-batch of one rank."""
-    rows = config.task.per_rank_batch(config.parallel.row_groups)[0]
-    return ceil(rows * config.task.seq_len / config.parallel.context_parallel)
+    return ceil(micro_batch_rows(config) * config.task.seq_len / config.parallel.context_parallel)
 
 
 def working_bytes(config: Config, job: Job) -> dict[str, float]:
@@ -41,10 +46,14 @@ def working_bytes(config: Config, job: Job) -> dict[str, float]:
     if job.drafter is not None:
         return drafter_bytes(config, job)
     tokens = tokens_per_pass(config)
-    held = looked_up_bytes(config, job.model, tokens) | context_bytes(config, job.model.config.text, tokens)
+    text = job.model.config.text
+    held = looked_up_bytes(config, job.model, tokens) | context_bytes(config, text, tokens)
+    held |= entry_gradient_bytes(config, text, tokens)
+    held["positions and rotations"] = float(tokens * layout_bytes(text))
     if config.runtime.candidate_pool:
-        held["candidate blocks"] = tokens * candidate_bytes(job.model.config.text, config.task.seq_len)
+        held["candidate blocks"] = tokens * candidate_bytes(text, micro_batch_rows(config), config.task.seq_len)
     moments = [at_the_loss(config, job, tokens), *block_moments(config, job, tokens)]
+    moments += selection_moments(config, job, tokens)
     return max(moments, key=lambda moment: sum(moment.values())) | held
 
 
@@ -127,14 +136,103 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
     return found
 
 
-def candidate_bytes(text: TextConfig, length: int) -> float:
-    """Return the bytes per token of the indices of the candidate blocks, which every later index source reads
-    (``model/indexer.py``: int32 [T, blocks]). Each row is taken to be one document of ``length`` tokens.
+def blocks_of_entries(text: TextConfig, layer: int, rows: int, length: int) -> int:
+    """Return the number of blocks of entries that layer ``layer`` has in a micro-batch of ``rows`` documents of
+    ``length`` tokens.
     """
-    source = text.candidate_source_layer_id
-    if source < 0:
-        return 0.0
-    return 4.0 * min(text.candidate_topk_blocks, ceil(length / text.ratio(source) / text.candidate_block_size))
+    return rows * ceil(length // text.ratio(layer) / text.candidate_block_size)
+
+
+def candidate_bytes(text: TextConfig, rows: int, length: int) -> float:
+    """Return the bytes per token of the indices of the candidate blocks, which every later index source reads
+    (``model/indexer.py``: int32 [T, candidate_topk_blocks], or none if a micro-batch has no more blocks than that).
+    Each of the ``rows`` rows of a micro-batch is taken to be one document of ``length`` tokens.
+    """
+    source, pool = text.candidate_source_layer_id, text.candidate_topk_blocks
+    return 4.0 * pool if source >= 0 and blocks_of_entries(text, source, rows, length) > pool else 0.0
+
+
+def selection_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
+    """Compute the memory in use while each layer with an indexer selects entries, in the first pass of its block.
+
+    Counted are what earlier blocks keep, the tensors of the running block (as many as `gradient_bytes` counts in its
+    backward pass), its weights, and what the selection needs (`selection_bytes`). A recomputed block selects nothing.
+    """
+    widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
+    dense, experts = copy_bytes(config, job)
+    found, kept = [], 0.0
+    for layer in range(text.num_hidden_layers):
+        kept += (
+            count.block_inputs(text, layer, widths, keeps_combined(config), offloads(config))
+            if recompute
+            else sum(count.block_saves(text, layer, widths).values())
+        )
+        if layer not in text.index_source_layer_ids:
+            continue
+        parts = {
+            "block inputs" if recompute else "saved by blocks": kept,
+            "a running block": gradient_bytes(text, widths),
+        }
+        moment = _activations(parts, tokens) | gathered_bytes(config, job)
+        copies = (dense[layer], experts[layer]) if recompute else (sum(dense[: layer + 1]), sum(experts[: layer + 1]))
+        moment["copies of weights"] = float(sum(copies))
+        moment["one packed weight made plain"] = float(UNPACKING * job.largest_packed)
+        moment["selection of entries"] = selection_bytes(config, text, layer, tokens)
+        found.append(moment)
+    return found
+
+
+def selection_bytes(config: Config, text: TextConfig, layer: int, tokens: int) -> float:
+    """Compute the bytes of the temporary tensors with which layer ``layer`` selects entries by the kernels
+    (``model/indexer.py``), for as many queries as it processes at a time.
+
+    For a query and a block of entries there is a peak score; for a query and each of the best ``index_topk`` blocks,
+    scores of their entries and the indices of the best; a candidate source also sorts the blocks of its pool. A layer
+    that selects among candidates has scores of all their entries instead.
+    """
+    block, pool = text.candidate_block_size, text.candidate_topk_blocks
+    rows, length = micro_batch_rows(config), config.task.seq_len
+    blocks, budget = blocks_of_entries(text, layer, rows, length), CHUNK_ELEMENTS["cuda"]
+    restricted = config.runtime.candidate_pool and candidate_bytes(text, rows, length) > 0
+    if restricted and layer > text.candidate_source_layer_id and layer not in text.kv_source_layer_ids:
+        queries = min(tokens, max(1, budget // (pool * block)))
+        return float(queries * (4 * pool * block + 48 * text.index_topk))
+    best = min(text.index_topk, blocks)
+    queries = min(tokens, max(16, budget // max(1, blocks)))
+    sorting = 24 * pool + 16 * best if restricted and layer == text.candidate_source_layer_id else 0
+    return float(queries * (4 * blocks + max(best * (4 * block + 64), sorting)))
+
+
+def layout_bytes(text: TextConfig) -> float:
+    """Return the bytes per token of the tensors of a layout on the device (``model/layout.py``): six int64 numbers, two
+    rotations, and for each compression ratio the members and rotations of entries and the range of a query's slots.
+    """
+    ratios = {ratio for ratio in text.compress_ratios[: text.num_hidden_layers] if ratio}
+    turn = 4 * text.qk_rope_head_dim
+    return 48 + 2 * turn + sum(8 + turn / ratio + 16 for ratio in ratios)
+
+
+def entry_gradient_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
+    """Compute the memory for the gradients of the entries and index keys that layers read, of the whole rows.
+
+    The gradients of the entries of one Full layer at a time are summed in fp32 (``model/summed_gradients.py``), beside
+    those of the reader whose backward pass runs, in fp32 and in bf16; before they are sent to other ranks there is a
+    copy of them and of those of the index keys. The losses of all indexers come first in a backward pass, so the sums
+    for the index keys of all Full layers are in memory together. The losses hold gradients of index keys from the
+    forward pass on; `model.count` counts them for the tokens of a rank, and here those of the other ranks' entries are
+    added.
+    """
+    ranks, bf16 = config.parallel.context_parallel, _bf16(config)
+    entries = {layer: tokens * ranks / text.ratio(layer) for layer in text.kv_source_layer_ids}
+    row = FP32 * text.head_dim + (FP32 + 2 * bf16) * text.head_dim
+    if ranks > 1:
+        row = max(row, 2 * FP32 * text.head_dim + FP32 * text.index_head_dim)
+    found = {"gradients of entries": row * max(entries.values(), default=0.0)}
+    if config.runtime.train_indexer:
+        found["gradients of index keys"] = FP32 * text.index_head_dim * sum(entries.values())
+        read = sum(tokens * (ranks - 1) / text.ratio(layer) for layer in text.index_source_layer_ids)
+        found["gradients of index keys in the losses"] = (2 if bf16 else FP32) * text.index_head_dim * read
+    return found
 
 
 def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
@@ -142,8 +240,7 @@ def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, fl
     (``model/parallel/context.py``).
 
     Counted are the entries and index keys that are gathered from other ranks in all Full layers, and the window keys of
-    the tokens before the rank's own chunk. Also counted are the gradients of the entries and index keys of one Full
-    layer at a time: once as computed by the layers that read the entries, and once in fp32 for the sum over ranks.
+    the tokens before the rank's own chunk.
     """
     ranks, width = config.parallel.context_parallel, 2 if _bf16(config) else FP32
     if ranks == 1:
@@ -152,7 +249,6 @@ def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, fl
     blocks = 1 if config.runtime.recompute else text.num_hidden_layers
     return {
         "entries and keys of other ranks": width * (ranks - 1) * sum(entries),
-        "gradients of entries and keys": (width + FP32) * ranks * max(entries, default=0),
         "window keys before the chunk": float(width * blocks * (text.sliding_window - 1) * text.head_dim),
     }
 
@@ -290,9 +386,8 @@ def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     drafts = tokens // job.dspark.tokens_per_anchor * text.dspark_block_size
     held = {"what the drafter reads": float(tokens * width * text.hidden_size * (2 + targets))}
     held |= looked_up_bytes(config, job.model, tokens)
-    shared = context_bytes(config, text, tokens)
-    shared.pop("gradients of entries and keys", None)  # the model runs without gradients
-    held |= shared
+    held |= context_bytes(config, text, tokens)
+    held["positions and rotations"] = float(tokens * layout_bytes(text))
     if config.parallel.shard_embeddings:
         held["the gathered head"] = float(count.head_gradient_bytes(job.model.config))
     blocks = [sum(count.block_saves(text, layer, widths).values()) for layer in range(text.num_hidden_layers)]

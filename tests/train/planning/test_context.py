@@ -42,10 +42,16 @@ def test_gathered_entries_and_their_gradients(pair: tuple[Config, Config]) -> No
     working = plan(two).working
     entries = 64 * ENTRY * (1 / 2 + 1)  # of one rank
     assert working["entries and keys of other ranks"] == 4 * entries
-    assert working["gradients of entries and keys"] == (4 + 4) * 2 * 64 * ENTRY
+    assert (
+        working["gradients of entries"] == max(4 + 4, (4 + 4) + 4 * 32 / 16) * 2 * 64 * 16
+    )  # copied with those of keys
+    assert working["gradients of index keys"] == 4 * 2 * 64 * 32 * (1 / 2 + 1)
+    assert working["gradients of index keys in the losses"] == 4 * 64 * 32 * (1 / 2 + 1 + 1)  # the other rank's half
     assert working["window keys before the chunk"] == 4 * 7 * 16
     assert working["candidate blocks"] == 64 * 4 * 4
-    assert not any(name.startswith(("entries", "gradients of entries")) for name in plan(pair[0]).working)
+    alone = plan(pair[0]).working
+    assert "entries and keys of other ranks" not in alone and not alone["gradients of index keys in the losses"]
+    assert alone["gradients of entries"] == (4 + 4) * 64 * 16
 
 
 def test_bytes_between_ranks_that_share_rows(pair: tuple[Config, Config]) -> None:
