@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -290,10 +291,16 @@ def train(folder: Path, layout: str, first: int, last: int, source: str, target:
 
 
 def made(layout: str, folder: Path) -> Run:
-    parts_, dense = map(int, re.fullmatch(r"ep(\d)(?:d(\d))?", layout).groups(default="1"))
+    """The run in a layout: experts over epN ranks, dense matrices over dN, rows over cN, and with o block inputs are
+    recomputed from and kept in host memory.
+    """
+    *numbers, offload = re.fullmatch(r"ep(\d)(?:d(\d))?(?:c(\d))?(o?)", layout).groups(default="1")
+    experts, dense, context = map(int, numbers)
     size = find_process().size
-    config = steps.configure("passes", size, parts_, CORPUS[0], dense)
-    return build(config, steps.at(WORLD[0], parts_, dense) if size > 1 else WORLD[0])
+    config = steps.configure("passes", size, experts, CORPUS[0], dense, context)
+    if offload == "o":
+        config = replace(config, runtime=replace(config.runtime.recomputing(True), offload="inputs"))
+    return build(config, steps.at(WORLD[0], experts, dense, context) if size > 1 else WORLD[0])
 
 
 def resume(run: Run, folder: Path, step: int) -> TrainerState:

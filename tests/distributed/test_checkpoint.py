@@ -48,6 +48,8 @@ def two(one: Path, corpus: Path) -> Path:
     exports = ("export:ep2t2:5:released:released-2", "export:ep2t2s:5:plain:plain-2", "import:ep2t2s:5:plain-1")
     trains = ("train:ep2:0:4::whole", "train:ep2:2:4:whole:same", "train:ep1:2:4:whole:copies")
     trains += ("train:ep2d2:2:4:whole:divided", "train:ep2d2:0:4::rows", "train:ep2d2:2:4:rows:again")
+    trains += ("train:ep2c2o:2:4:whole:chunks", "train:ep1d2c2:2:4:whole:chunks-rows", "train:ep2c2o:0:4::cut")
+    trains += ("train:ep2c2:2:4:cut:cut-again", "train:ep2o:2:4:cut:uncut")
     succeed(2, one, corpus, *saves, *loads, *dense, *exports, "refuse:ep2t2:1", "fail:ep2t2:4", *trains)
     return one
 
@@ -113,8 +115,11 @@ def test_steps_after_resuming_are_those_without(two: Path, corpus: Path) -> None
     folders.run(two, corpus, ["train:ep1:2:4:whole:alone"])
     assert farthest(state_after(two / "same", corpus), wanted) == 0.0
     assert farthest(state_after(two / "again", corpus), state_after(two / "rows", corpus)) == 0.0
-    for layout in ("copies", "alone", "divided"):
+    for layout in ("copies", "alone", "divided", "chunks", "chunks-rows"):
         assert 0.0 < farthest(state_after(two / layout, corpus), wanted) < 1e-6, layout
+    cut = state_after(two / "cut", corpus)  # with rows over two ranks, recomputed and offloaded, from the first step on
+    assert farthest(state_after(two / "cut-again", corpus), cut) == 0.0
+    assert 0.0 < farthest(state_after(two / "uncut", corpus), cut) < 1e-6
 
 
 @pytest.mark.slow
