@@ -238,7 +238,7 @@ class Attention(nn.Module):
         if first is not None:
             kv, keys = first.compressed_kv, first.index_keys
         elif chunk is not None:
-            kv, keys, *sums = gather_entries(kv, keys, entries.gathered, chunk.ranks)
+            kv, keys, *sums = gather_entries(kv, keys, entries.gathered, chunk.ranks, runtime.gather == "packed")
         elif cache is None:
             sums = collector(kv), collector(keys)
         return replace(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.parallel.exchange import exchange
 from model.parallel.ranks import RankGroup
+from model.quantize import KV_INDEX, KV_MAIN, KVFormat
 from model.summed_gradients import without_memory
 
 
@@ -77,28 +78,38 @@ def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tu
 
 
 def gather_entries(
-    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup
+    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup, packed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
     in one message. Returns the two, and a collector of gradients for each (see `model/summed_gradients.py`).
 
+    packed: send the codes and scales of the formats that both are rounded to already; the result is the same.
+
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
     """
-    return _GatherSlots.apply(kv, keys, plan, ranks)
+    return _GatherSlots.apply(kv, keys, plan, ranks, (KV_MAIN, KV_INDEX) if packed else (None, None))
 
 
 class _GatherSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
+    def forward(
+        ctx,
+        kv: Tensor,
+        keys: Tensor,
+        plan: GatherPlan,
+        ranks: RankGroup,
+        formats: tuple[KVFormat | None, KVFormat | None],
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.device = kv.device
         ctx.plan, ctx.ranks, ctx.widths, ctx.types = plan, ranks, (kv.shape[1], keys.shape[1]), (kv.dtype, keys.dtype)
-        rows = torch.cat([kv, keys], dim=1)
+        sent = [_as_sent(x, form) for x, form in zip((kv, keys), formats, strict=True)]
+        rows = torch.cat(sent, dim=1)
         found = rows.new_empty(ranks.size * plan.capacity, rows.shape[1])
         dist.all_gather_single(found, rows, group=ranks.group)
-        parts = plan.join(found).split(ctx.widths, dim=1)
-        slots = [part.to(dtype).contiguous() for part, dtype in zip(parts, ctx.types, strict=True)]
+        parts = plan.join(found).split([x.shape[1] for x in sent], dim=1)
+        slots = [_as_values(*given) for given in zip(parts, formats, ctx.widths, ctx.types, strict=True)]
         return *slots, *map(without_memory, slots)
 
     @staticmethod
@@ -112,7 +123,20 @@ class _GatherSlots(torch.autograd.Function):
         own = rows.new_empty(plan.capacity, rows.shape[1])
         dist.reduce_scatter_single(own, rows, group=ranks.group)
         parts = own.split(ctx.widths, dim=1)
-        return *(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True)), None, None
+        return *(part.to(dtype) for part, dtype in zip(parts, ctx.types, strict=True)), None, None, None
+
+
+def _as_sent(x: Tensor, form: KVFormat | None) -> Tensor:
+    """Returns the rows x themselves, or with a format uint8 [rows, bytes]: the codes and the scales of each row."""
+    return x if form is None else torch.cat([part.view(torch.uint8) for part in form.pack(x)], dim=1)
+
+
+def _as_values(sent: Tensor, form: KVFormat | None, width: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_as_sent`: rows of `width` values."""
+    if form is None:
+        return sent.to(dtype).contiguous()
+    codes, scales = sent.split(form.widths(width), dim=1)  # both formats have scales of one byte
+    return form.unpack(codes.contiguous().view(form.codes), scales.contiguous().view(form.scale), width, dtype)
 
 
 def sum_of_parts(part: Tensor, ranks: RankGroup) -> Tensor:

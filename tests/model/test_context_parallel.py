@@ -19,8 +19,9 @@ from model import DeepseekV41, ForwardOptions, LossDenominators, LossWeights, lo
 from model.chunk import chunk_of
 from model.layout import SequenceLayout, build_layout
 from model.parallel import context
-from model.parallel.context import HaloPlan
+from model.parallel.context import GatherPlan, HaloPlan
 from model.parallel.ranks import Parallel, RankGroup
+from model.quantize import KV_INDEX, KV_MAIN
 from tests import processes
 from tests.model.golden_files import load_oracle
 from tests.model.test_parallel import assembled, part_of, ranks_of
@@ -279,6 +280,49 @@ def test_with_rounding_hardly_a_query_selects_otherwise() -> None:
         same += [(torch.cat(parts) == chosen).all(-1) for *parts, chosen in zip(one, other, whole, strict=True)]
     queries = torch.cat(same)
     assert len(queries) > 1000 and queries.float().mean() >= 0.99
+
+
+def step_of_both(rank: int) -> list[dict[str, Any]]:
+    """A step of this rank's chunk with plain and with packed gathers, in fp32 and in bf16."""
+    found, ranks = [], Parallel(context=ranks_of(2))
+    for bf16 in (False, True):
+        for gather in ("plain", "packed"):
+            built = part_of(tiny_model(ForwardOptions(gather=gather), engram=True), ranks)
+            batch = BATCHES["two rows with padding"]
+            counted = built.loss_denominators(**batch).to_tensor()
+            torch.distributed.all_reduce(counted)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                found.append(step(built, batch, LossDenominators.from_tensor(counted)))
+    return found
+
+
+@pytest.mark.slow
+def test_packed_gathers_change_no_bit_of_a_step() -> None:
+    for ranks in processes.run(2, step_of_both):
+        for plain, packed in (ranks[:2], ranks[2:]):
+            torch.testing.assert_close(packed, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_entries_are_the_values_to_the_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks with 5 and 3 slots; among the values are zeros, the smallest and very large ones."""
+    g, sent = torch.Generator().manual_seed(0), []
+    size = 10.0 ** torch.randint(-6, 6, (5, 1), generator=g)
+    kv = KV_MAIN.fake_quant((torch.randn(5, 512, generator=g) * size).to(dtype))
+    keys = KV_INDEX.fake_quant((torch.randn(5, 128, generator=g) * size).to(dtype))
+    kv[1], keys[2] = 0, 0
+
+    def gather(out: Tensor, rows: Tensor, group: object) -> None:
+        sent.append(rows.nbytes // len(rows))
+        out.copy_(rows.repeat(2, 1))
+
+    monkeypatch.setattr(context.dist, "all_gather_single", gather)
+    given = (kv, keys, GatherPlan((5, 3)), RankGroup(None, 0, 2))
+    plain, packed = context.gather_entries(*given), context.gather_entries(*given, packed=True)
+    for values, found, x in zip(plain, packed, (kv, keys), strict=False):
+        assert torch.equal(values, torch.cat([x, x[:3]])) and found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert sent == [640 * dtype.itemsize, 356]
 
 
 GOLDEN = ("text", "engram", "padded", "packed", "vision", "detail/c2_images_engram_pad")

@@ -45,6 +45,7 @@ CHANGEABLE = (
     "runtime.tables",
     "runtime.recompute",
     "runtime.keep_combined",
+    "runtime.gather",
     "runtime.offload",
     "optim.schedule.",
     "optim.settings.",

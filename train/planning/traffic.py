@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from model.quantize import KV_INDEX, KV_MAIN
 from train.config.schema import Config, HardwareConfig
 from train.planning.items import FP32, Item
 from train.planning.job import Job, settings
@@ -93,7 +94,8 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
 def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
     """Compute the bytes that ranks send to the other ranks of their context-parallel group, which share the same rows.
 
-    A rank sends its entries and index keys to all other ranks of the group, and their gradients are sent back in fp32.
+    A rank sends its entries and index keys to all other ranks of the group, with `runtime.gather=packed` as codes and
+    scales; their gradients are sent back in fp32.
     In every block, a rank sends window keys to the next rank, whose gradients are sent back; recomputation sends the
     window keys again. The sums of the balance loss are not included.
     """
@@ -101,11 +103,15 @@ def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
     if ranks == 1:
         return {}
     width, passes = 2 if config.parallel.precision == "bf16" else FP32, 3 if config.runtime.recompute else 2
-    row = (text.head_dim + text.index_head_dim) * sum(1 / text.ratio(layer) for layer in text.kv_source_layer_ids)
+    entries = tokens * sum(1 / text.ratio(layer) for layer in text.kv_source_layer_ids)
+    values = text.head_dim + text.index_head_dim
+    there = width * values
+    if config.runtime.gather == "packed":
+        there = sum(KV_MAIN.widths(text.head_dim) + KV_INDEX.widths(text.index_head_dim))
     halo = text.num_hidden_layers * (text.sliding_window - 1) * text.head_dim * width * passes
     halos = micro_batches(config) * halo * (1 - 1 / ranks)  # last rank: no keys; first rank: no gradients
     return {
-        ENTRIES: Sent(tokens * row * (width + FP32) * (ranks - 1), ring_inside(ranks, 1, config)),
+        ENTRIES: Sent(entries * (there + FP32 * values) * (ranks - 1), ring_inside(ranks, 1, config)),
         HALO: Sent(float(halos), ring_inside(ranks, 1, config)),
     }
 

@@ -58,6 +58,8 @@ def test_bytes_between_ranks_that_share_rows(pair: tuple[Config, Config]) -> Non
     one, two = pair
     sent, alone = plan(two).traffic, plan(one).traffic
     assert sent["entries and keys of rows"] == 64 * ENTRY * 1.5 * (4 + 4)
+    packed = plan(replace(two, runtime=replace(two.runtime, gather="packed"))).traffic
+    assert packed["entries and keys of rows"] == 64 * 1.5 * (16 / 2 + 16 / 16 + 32 / 2 + 32 / 32 + 4 * ENTRY)
     assert sent["window keys of rows"] == 6 * 7 * 16 * 4 * 3 / 2
     assert {kind: sent[kind] for kind in alone} == alone
 
