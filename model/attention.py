@@ -234,15 +234,17 @@ class Attention(nn.Module):
             kv, keys = cache.entries(kv, keys)
         elif rounding := main_kv_format(runtime.kv_quant):
             kv = rounding.fake_quant(kv)
-        sums: tuple[Tensor | None, Tensor | None] = (None, None)
+        kv_sum, keys_sum = None, None
         if first is not None:
             kv, keys = first.compressed_kv, first.index_keys
         elif chunk is not None:
-            kv, keys, *sums = gather_entries(kv, keys, entries.gathered, chunk.ranks, runtime.gather == "packed")
+            kv, keys, kv_sum, keys_sum = gather_entries(
+                kv, keys, entries.gathered, chunk.ranks, runtime.gather == "packed"
+            )
         elif cache is None:
-            sums = collector(kv), collector(keys)
+            kv_sum, keys_sum = collector(kv), collector(keys)
         return replace(
-            shared, compressed_kv=kv, index_keys=keys, candidates=None, kv_gradient=sums[0], keys_gradient=sums[1]
+            shared, compressed_kv=kv, index_keys=keys, candidates=None, kv_gradient=kv_sum, keys_gradient=keys_sum
         )
 
     def _index(

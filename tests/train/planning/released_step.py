@@ -162,13 +162,15 @@ def plan(config: Config) -> Bytes:
     """What `train.planning.memory` computes for the same moments."""
     job, tokens = job_of(config), memory.tokens_per_pass(config)
     text = job.model.config.text
-    others = memory.context_bytes(config, text, tokens)
-    summed = others.pop("gradients of entries and keys")
-    held = sum(others.values()) + tokens * memory.candidate_bytes(text, config.task.seq_len)
+    held = sum(memory.context_bytes(config, text, tokens).values()) + tokens * memory.layout_bytes(text)
+    held += tokens * memory.candidate_bytes(text, memory.micro_batch_rows(config), config.task.seq_len)
+    gradients = memory.entry_gradient_bytes(config, text, tokens)
+    held += gradients.pop("gradients of index keys in the losses")
     at_the_loss = memory.at_the_loss(config, job, tokens)
     forward = sum(at_the_loss.values()) + held
     gone = sum(size for name, size in at_the_loss.items() if "logits" in name or "copies" in name)
-    backward = max(sum(moment.values()) for moment in memory.block_moments(config, job, tokens)) + held + summed
+    backward = max(sum(moment.values()) for moment in memory.block_moments(config, job, tokens)) + held
+    backward += sum(gradients.values())
     return Bytes(forward - gone, forward, backward)
 
 
