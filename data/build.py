@@ -83,10 +83,10 @@ def build_loaders(
     tokenizer: Tokenizer,
     *,
     seq_len: int,
-    batch_size: int,
+    micro_batch_rows: int,
     seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
+    row_group: int = 0,
+    row_groups: int = 1,
     vision: Mapping[str, Any] | None = None,
     step_rows: int | None = None,
     train_seq_len: int | None = None,
@@ -97,12 +97,15 @@ def build_loaders(
     Args:
         tokenizer: from `load_tokenizer`.
         seq_len: number of tokens in a packed row; conversations and documents with images must fit into it.
-        batch_size: number of rows of a micro-batch, summed over all ranks. Each rank gets `batch_size / world_size`
-            rows.
+        micro_batch_rows: number of rows of a micro-batch over all row groups. Row group g gets the rows g * n to
+            g * n + n - 1 of every micro-batch, where n = `micro_batch_rows / row_groups`.
+        row_group, row_groups: the number of this rank's row group, and of row groups. Ranks that share rows under
+            context parallelism are one row group; otherwise every rank is a row group by itself.
         seed: random seed of the order in which rows are shuffled.
         vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
-        step_rows: number of rows of an optimizer step over all ranks, a multiple of `batch_size`; None means
-            `batch_size`. A stream is dealt out to so many lanes, so it gives the same steps on any number of ranks.
+        step_rows: number of rows of an optimizer step over all row groups, a multiple of `micro_batch_rows`; None means
+            `micro_batch_rows`. A stream is dealt out to so many lanes, so it gives the same steps on any number of
+            ranks.
         train_seq_len: number of tokens in a row of the training loader, `seq_len` or more; None means `seq_len`. A
             position that was saved with another value can be loaded.
         once: calls a function in one of the run's processes and returns the result in all of them. That process hashes
@@ -117,12 +120,12 @@ def build_loaders(
         text
         for part in parts.values()
         for text in argument_problems(
-            part, tokenizer, max(seq_len, train_seq_len), batch_size, rank, world_size, vision
+            part, tokenizer, max(seq_len, train_seq_len), micro_batch_rows, row_group, row_groups, vision
         )
     ]
-    step_rows = batch_size if step_rows is None else step_rows
-    if step_rows < 1 or step_rows % max(1, batch_size):
-        problems.append(f"step_rows={step_rows}: must be a positive multiple of batch_size={batch_size}")
+    step_rows = micro_batch_rows if step_rows is None else step_rows
+    if step_rows < 1 or step_rows % max(1, micro_batch_rows):
+        problems.append(f"step_rows={step_rows}: must be a positive multiple of micro_batch_rows={micro_batch_rows}")
     refuse(wrong + list(dict.fromkeys(problems)))
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
@@ -132,8 +135,8 @@ def build_loaders(
         for length in (seq_len, train_seq_len)
     ]
     lanes = step_rows if any(part.streaming for part in parts.values()) else None
-    per_rank = batch_size // world_size
-    own = [first + rank * per_rank + n for first in range(0, step_rows, batch_size) for n in range(per_rank)]
+    per_rank = micro_batch_rows // row_groups
+    own = [first + row_group * per_rank + n for first in range(0, step_rows, micro_batch_rows) for n in range(per_rank)]
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)
@@ -155,7 +158,9 @@ def build_loaders(
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
         window = _held_out(part, validation_source, held_out_id, encoder, once)
         rows_limit = part.validation_rows
-        held_out[name] = ValidationLoader(window, collators[0], batch_size, rank, world_size, rows_limit, once)
+        held_out[name] = ValidationLoader(
+            window, collators[0], micro_batch_rows, row_group, row_groups, rows_limit, once
+        )
     weights = cfg.weights() if cfg.mixture else {"": 1.0}
     rows: RowReader | MixedRows | LaneRows
     if lanes is not None:
@@ -165,10 +170,12 @@ def build_loaders(
         rows = MixedRows(whole, weights) if cfg.mixture else whole[""]
     if not cfg.mixture:
         (fingerprint,), (valid,) = fingerprints.values(), held_out.values()
-        return TrainLoader(rows, collators[1], batch_size, rank, world_size, fingerprint), valid
+        return TrainLoader(rows, collators[1], micro_batch_rows, row_group, row_groups, fingerprint), valid
     fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
     fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return TrainLoader(rows, collators[1], batch_size, rank, world_size, fingerprint), MixedValidation(held_out)
+    return TrainLoader(rows, collators[1], micro_batch_rows, row_group, row_groups, fingerprint), MixedValidation(
+        held_out
+    )
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
@@ -191,9 +198,9 @@ def argument_problems(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     seq_len: int,
-    batch_size: int,
-    rank: int,
-    world_size: int,
+    micro_batch_rows: int,
+    row_group: int,
+    row_groups: int,
     vision: Mapping[str, Any] | None,
 ) -> list[str]:
     """A list of all problems of the arguments of `build_loaders` except its settings `cfg`, one line per problem."""
@@ -207,11 +214,11 @@ def argument_problems(
             "packing needs several rows to choose from",
         ),
         (
-            batch_size >= 1 and world_size >= 1 and batch_size % world_size == 0,
-            f"batch_size={batch_size}: is the number of rows over all ranks, so it must be a positive multiple of "
-            f"world_size={world_size}",
+            micro_batch_rows >= 1 and row_groups >= 1 and micro_batch_rows % row_groups == 0,
+            f"micro_batch_rows={micro_batch_rows}: is the number of rows over all row groups, so it must be a positive "
+            f"multiple of row_groups={row_groups}",
         ),
-        (0 <= rank < world_size, f"rank={rank}: must be in 0..{world_size - 1}"),
+        (0 <= row_group < row_groups, f"row_group={row_group}: must be in 0..{row_groups - 1}"),
         (
             not kind.images or vision is not None,
             f"data.source={cfg.source}: this source has images, but the model has no vision tower (vision_config); use "

@@ -63,9 +63,8 @@ class Collator:
                 first = int(store.offsets[document] + rows.start[piece])
                 ids[i, at : at + length] = store.tokens[first : first + length]
                 lengths[-1] += self._halves(ids[i, at : at + length]) if self.pairs else [length]
-                targets = ids[
-                    i, at + 1 : at + length
-                ]  # no label at a piece's first token: nothing before it predicts it
+                # No label at a piece's first token: nothing before it predicts it
+                targets = ids[i, at + 1 : at + length]
                 if store.loss_mask is not None:
                     targets = np.where(store.loss_mask[first + 1 : first + length], targets, IGNORE_INDEX)
                 labels[i, at + 1 : at + length] = targets

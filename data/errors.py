@@ -28,12 +28,8 @@ class DataError(ValueError):
         super().__init__(f"{where}: {reason}" + (f": {detail}" if detail else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            self.file,
-            self.line,
-            self.reason,
-            self.detail,
-        )  # pickled: rank 0 sends its errors to others
+        # Pickled: rank 0 sends its errors to others
+        return type(self), (self.file, self.line, self.reason, self.detail)
 
 
 class NetworkError(DataError):

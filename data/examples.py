@@ -35,10 +35,8 @@ def modules() -> tuple[list[dict], list[dict]]:
     """Conversations that ask for the blanked-out module name in a line: those from training files, and those from
     held-out files.
     """
-    lines: dict[bool, dict[tuple[str, str], None]] = {
-        False: {},
-        True: {},
-    }  # by whether the line is held out; lines in order, without duplicates
+    # By whether the line is held out; lines in order, without duplicates
+    lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}
     for file in stdlib_files():
         held_out = hash_share(file.name.encode()) < HELD_OUT
         lines[held_out].update(dict.fromkeys(_blanked(file.path.read_bytes())))

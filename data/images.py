@@ -29,10 +29,8 @@ TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3
 GREY = (127, 127, 127)
 WHITE = (255, 255, 255)  # the background of transparent images
 DISPLAY_GAMMA = 1 / 2.2  # the gamma that displays assume for a file without one
-STILL_FORMATS = (
-    "MPO",
-    "PSD",
-)  # formats whose further frames are previews and layers; viewers show only the first frame
+# Formats whose further frames are previews and layers; viewers show only the first frame
+STILL_FORMATS = ("MPO", "PSD")
 MAX_PIXELS = 2**26  # 67 million, 200 MB as RGB; a small file can claim to have far more pixels
 
 

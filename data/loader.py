@@ -40,7 +40,8 @@ class TrainLoader:
 
     Args:
         rows: the iterator over packed rows of one source, or of a mixture of sources; or the lanes of this rank.
-        batch_size: number of rows of a batch, summed over all ranks; this rank gets `batch_size / world_size` of them.
+        micro_batch_rows: number of rows of a batch over all row groups (see `build_loaders`); this rank gets
+            `micro_batch_rows / row_groups` of them.
         fingerprint: the settings that must be unchanged for a saved position to be valid.
     """
 
@@ -48,14 +49,14 @@ class TrainLoader:
         self,
         rows: RowReader | MixedRows | LaneRows,
         collator: Collator,
-        batch_size: int,
-        rank: int,
-        world_size: int,
+        micro_batch_rows: int,
+        row_group: int,
+        row_groups: int,
         fingerprint: dict[str, Any],
     ):
         self.rows, self.collator, self.fingerprint = rows, collator, fingerprint
-        self.batch_size, self.per_rank_batch = batch_size, batch_size // world_size
-        self.rank = rank
+        self.micro_batch_rows, self.rows_per_rank = micro_batch_rows, micro_batch_rows // row_groups
+        self.row_group = row_group
         self._handed_out: _Place | None = None  # while `ahead` is used: the place behind the batch yielded last
 
     @property
@@ -91,9 +92,9 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        first = self.rank * self.per_rank_batch
-        own = slice(first, first + self.per_rank_batch)
-        return self.collator.collate(self.rows.next_rows(self.batch_size, own))
+        first = self.row_group * self.rows_per_rank
+        own = slice(first, first + self.rows_per_rank)
+        return self.collator.collate(self.rows.next_rows(self.micro_batch_rows, own))
 
     def ahead(self, finish: Callable[[Batch], Finished], depth: int) -> Generator[Finished, None, None]:
         """Yield `finish(batch)` for each of the next batches. A background thread reads and finishes up to `depth`
@@ -177,16 +178,16 @@ class ValidationLoader:
         self,
         held_out: PackingWindow,
         collator: Collator,
-        batch_size: int,
-        rank: int,
-        world_size: int,
+        micro_batch_rows: int,
+        row_group: int,
+        row_groups: int,
         limit: int = 0,
         once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ):
         store, rows = held_out.store, held_out.rows
         rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])
         self.window, self.collator = replace(held_out, rows=rows), collator
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.micro_batch_rows, self.row_group, self.row_groups = micro_batch_rows, row_group, row_groups
         self.stats = Stats()
         self.stats.add_store(store)
         self.stats.add_rows(rows, collator.seq_len)
@@ -200,14 +201,14 @@ class ValidationLoader:
         return self.target_bytes / self.target_tokens
 
     def __len__(self) -> int:
-        return math.ceil(len(self.window.rows) / self.batch_size)
+        return math.ceil(len(self.window.rows) / self.micro_batch_rows)
 
     def __iter__(self) -> Iterator[Batch]:
-        for first in range(0, len(self.window.rows), self.batch_size):
-            numbers = list(range(first, min(first + self.batch_size, len(self.window.rows))))
-            numbers += [-1] * (-len(numbers) % self.world_size)
-            count = len(numbers) // self.world_size
-            mine = numbers[self.rank * count : (self.rank + 1) * count]
+        for first in range(0, len(self.window.rows), self.micro_batch_rows):
+            numbers = list(range(first, min(first + self.micro_batch_rows, len(self.window.rows))))
+            numbers += [-1] * (-len(numbers) % self.row_groups)
+            count = len(numbers) // self.row_groups
+            mine = numbers[self.row_group * count : (self.row_group + 1) * count]
             yield self.collator.collate([(self.window, number) for number in mine])
 
 

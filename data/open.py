@@ -23,10 +23,8 @@ from data.records import RECORD_SUFFIXES
 from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
 
 Sources = tuple[Source, Source]  # training, validation
-SAVED_DATASET = (
-    "dataset_info.json",
-    "dataset_dict.json",
-)  # every folder that `datasets` has saved has one of these files
+# Every folder that `datasets` has saved has one of these files
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 
 
 def open_sources(cfg: DataConfig) -> Sources:

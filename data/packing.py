@@ -59,9 +59,8 @@ def pack_rows(lengths: np.ndarray, seq_len: int, advance: Advance = lambda amoun
     full_rows, remainders = np.divmod(lengths, seq_len)
     bins = _best_fit_decreasing(remainders, full_rows * seq_len, seq_len, advance)
     full = [(doc, row * seq_len) for doc in np.flatnonzero(full_rows).tolist() for row in range(int(full_rows[doc]))]
-    cut = (
-        lengths > seq_len
-    )  # a document of exactly one row is not cut into full rows, so it must not be cut to fill gaps either
+    # A document of exactly one row is not cut into full rows, so it must not be cut to fill gaps either
+    cut = lengths > seq_len
     spread = _fill_gaps(bins, [(doc, start) for doc, start in full if cut[doc]], seq_len)
     rows = [b.pieces for b in bins]
     rows += [[(doc, start, seq_len)] for doc, start in full if (doc, start) not in spread]

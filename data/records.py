@@ -31,9 +31,8 @@ COUNTED_BYTES = 2**26  # lines before a share of a file are counted up to this p
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 Place = tuple[int, ...]
-Columns = Callable[
-    [Sequence[str]], Sequence[str]
-]  # a function that takes all column names of a table and returns those to read
+# A function that takes all column names of a table and returns those to read
+Columns = Callable[[Sequence[str]], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)

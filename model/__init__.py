@@ -21,7 +21,7 @@ In the list below, each file imports only from the lines above it (and from its 
     checkpoint
     sampling, dspark
     generation
-    dispatch
+    placement
     huggingface
 
 The names that the package exports are imported lazily, so that reading a configuration does not load torch.

@@ -432,15 +432,21 @@ class DeepseekV41(nn.Module):
 
     def run_backbone(
         self,
-        input_ids,
+        input_ids: Tensor,
         layout: SequenceLayout,
-        pixel_values,
-        image_grid_hws,
-        vision_token_types,
+        pixel_values: Tensor | None,
+        image_grid_hws: Tensor | None,
+        vision_token_types: Tensor | None,
         routing: Tensor | None = None,
         keep_streams: bool = False,
         for_drafter: Sequence[int] = (),
     ) -> BackboneOutput:
+        """Run all layers and the final norm on the tokens of a layout.
+
+        The inputs are as in `forward`. routing: the experts that every token goes to, instead of those that the routers
+        would choose. keep_streams: whether to return the residual streams that enter each block. for_drafter: the
+        layers whose entering streams a drafter reads.
+        """
         if routing is not None:
             routing = layout.flatten(routing).long()
         tokens = layout.flatten(input_ids)

@@ -34,10 +34,8 @@ PARTS = (
     ("head", r"^head\."),
     ("norms", r"norm\.weight$"),
 )
-DRAFTER_HEADS = (
-    "drafter heads",
-    r"^mtp\.\d+\.(main_proj|markov_head|confidence_head)\.",
-)  # the other parameters of a drafter belong to the same parts as those of the backbone
+# The other parameters of a drafter belong to the same parts as those of the backbone
+DRAFTER_HEADS = ("drafter heads", r"^mtp\.\d+\.(main_proj|markov_head|confidence_head)\.")
 OUTSIDE_BACKBONE = ("Engram tables", "vision")
 ELEMENTWISE = (".engram.q_weight", ".engram.k_weight")  # 2-D parameters that are not used as matrices
 RECOMPUTED = "one block computed again"
@@ -332,9 +330,8 @@ def block_saves(c: TextConfig, layer: int, widths: Widths) -> dict[str, float]:
     }
     products = 2 + (0 if not full else 2 if ratio > 1 else 1) + source
     attention: float = inputs(products, d) + _norm(c.q_lora_rank) + width * c.q_lora_rank + _norm(dim)
-    attention += (
-        3 * width * heads * dim + width * dim + 8 + 4 * heads
-    )  # queries, output, inversely rotated output; window KV
+    # Queries, output, inversely rotated output; window KV
+    attention += 3 * width * heads * dim + width * dim + 8 + 4 * heads
     attention += width * (c.o_groups * c.o_lora_rank + d)
     if full:
         attention += 8 * dim * (ratio > 1) + 8

@@ -179,9 +179,8 @@ class Engram(nn.Module, Rounds):
         self.n, self.eps = n, config.rms_norm_eps
         self.number = config.engram_layer_ids.index(layer)
         self.tables = engram_tables(config)
-        rows = (config.engram_num_embeddings or self.tables.rows)[
-            self.number
-        ]  # checkpoint files may have a few more rows than needed
+        # Checkpoint files may have a few more rows than needed
+        rows = (config.engram_num_embeddings or self.tables.rows)[self.number]
         self.embed = Table(rows, config.engram_head_dim, ranks)
         self.wkv = Linear(config.engram_hash_heads * config.engram_head_dim, (n + 1) * d, bias=False)
         self.q_weight = nn.Parameter(torch.empty(n, d))

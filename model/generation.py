@@ -323,9 +323,8 @@ class Generator:
         `verify` accepts and one more token.
         """
         requests = [running.sample.request for running in batch]
-        places = [
-            len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch
-        ]  # the positions of the next tokens
+        # The positions of the next tokens
+        places = [len(r.sample.request.prompt) + len(r.sample.tokens) for r in batch]
         drafted = self._draft(batch, places)
         counts = self._counts(batch, drafted)
         tokens = drafted.tokens.tolist()

@@ -79,9 +79,8 @@ class _NormalisedProduct(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         flat, fn, mixes, scale = ctx.saved_tensors
         wide, d_product = flat.float(), grad * scale
-        along = (
-            (grad * mixes).sum(0) * scale.square() / flat.shape[1]
-        )  # the gradient through the scale is parallel to flat
+        # The gradient through the scale is parallel to flat
+        along = (grad * mixes).sum(0) * scale.square() / flat.shape[1]
         d_flat = (d_product.t() @ fn).addcmul_(wide, along[:, None], value=-1)
         return d_flat.to(flat.dtype), d_product @ wide, None
 

@@ -45,9 +45,8 @@ class Entries:
     phasors: Tensor  # fp32 [N, rope/2, 2]: rotation at position j*r
     visible_from: Tensor  # int64 [T]: first slot of the query's document
     visible_to: Tensor  # int64 [T]: one past the newest visible slot; equal to visible_from if the query sees no entry
-    host_from: (
-        np.ndarray
-    )  # copies of visible_from and visible_to on the CPU, to plan chunks without synchronising with the device
+    # Copies of visible_from and visible_to on the CPU, to plan chunks without synchronising with the device
+    host_from: np.ndarray
     host_to: np.ndarray
     own: int | None = (
         None  # slots per query if each query has its own range of slots; query t's range begins at slot t*own

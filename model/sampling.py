@@ -11,11 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DRAFTED, ACCEPTED, REPLACED = (
-    1,
-    2,
-    3,
-)  # values of the argument `purpose` of `uniform`; 0 is for drawing a token from the model
+# Values of the argument `purpose` of `uniform`; 0 is for drawing a token from the model
+DRAFTED, ACCEPTED, REPLACED = 1, 2, 3
 
 
 def uniform(seed: int, position: int, purpose: int = 0) -> float:
@@ -64,9 +61,8 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
     if cuts:
         ranked = log_p.sort(-1, descending=True)
         p = ranked.values.exp()
-        behind = (
-            p.cumsum(-1) - p >= top_p[:, None]
-        )  # tokens that are not needed, because more likely tokens already reach top_p
+        # Tokens that are not needed, because more likely tokens already reach top_p
+        behind = p.cumsum(-1) - p >= top_p[:, None]
         behind[:, 0] = False
         cut = torch.zeros_like(behind).scatter(1, ranked.indices, behind) & ~greedy[:, None]
         log_p = log_p.masked_fill(cut, float("-inf")).log_softmax(-1)

@@ -139,9 +139,8 @@ class _Blocks:
         tokens, heads, dim = q.shape
         self.tokens, self.heads, self.dim = tokens, heads, dim
         self.size = min(QUERY_BLOCK, max(16, window))
-        self.before = (
-            -(-(window - 1) // self.size) * self.size
-        )  # a multiple of the block size, so that key gradients can be added block by block
+        # A multiple of the block size, so that key gradients can be added block by block
+        self.before = -(-(window - 1) // self.size) * self.size
         self.span = self.before + self.size
         self.count = -(-tokens // self.size)
         per_block = self.size * (heads * (self.span + selected) + selected * dim)

@@ -8,7 +8,7 @@ files listed before it:
     schedule, settings:        the settings of the learning rate and the methods; they import no torch.
     groups:                    which method updates which parameter.
     ownership:                 which process updates a parameter.
-    rows:                      updates of parameters of which each process keeps only some rows.
+    row_exchange:              updates of parameters of which each process keeps only some rows.
     adamw, muon, sinkhorn:     the three update methods.
     optimizer:                 the optimizer step.
     clip, balance:             gradient clipping; updates of the router biases.
@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optim.balance import balance_step_, load_statistics, move_bias_
+    from optim.balance import balance_step_, load_statistics
     from optim.clip import clip_, global_norm
     from optim.groups import Group, ParameterRow, Rule, assign, format_table
     from optim.optimizer import Optimizer
@@ -46,7 +46,6 @@ _HOME = {
     "format_table": "optim.groups",
     "global_norm": "optim.clip",
     "load_statistics": "optim.balance",
-    "move_bias_": "optim.balance",
     "balance_step_": "optim.balance",
 }
 
@@ -66,7 +65,6 @@ __all__ = [
     "format_table",
     "global_norm",
     "load_statistics",
-    "move_bias_",
     "balance_step_",
 ]
 

@@ -14,20 +14,15 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def move_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Update a router bias in place: bias += rate * sign(mean load - load). `bias` fp32 [E]; `load` int64 [E], tokens
-    routed to each expert.
-
-    The sign is computed in integers, so an expert with exactly the mean load keeps its bias; if no token was routed, no
-    bias changes. Raises ValueError if the shapes differ or `load` is not integer.
-    """
-    _move_against_load([bias], [load], rate)
-
-
-@torch.no_grad()
 def balance_step_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: float) -> None:
-    """`move_bias_` for all layers at once: `buffers` holds (bias, bias_vl) per layer, `load` is int64 [layers,
-    2, E] with text tokens first (they move bias) and image-span tokens second (they move bias_vl).
+    """Update the router biases of all layers in place: bias += rate * sign(mean load - load).
+
+    buffers: the biases (bias, bias_vl) fp32 [E] of each layer. load: int64 [layers, 2, E], tokens routed to each expert
+    by text tokens (they move bias) and by image tokens (they move bias_vl). The sign is computed in integers, so an
+    expert with exactly the mean load keeps its bias; if no token was routed, no bias changes. Raises ValueError if
+    shapes differ or `load` is not integer.
+
+    `model/huggingface/modeling.py` has the same rule for other trainers, because `model` does not import `optim`.
     """
     if load.dim() != 3 or load.shape[:2] != (len(buffers), 2):
         raise ValueError(f"load must be [layers={len(buffers)}, 2, experts], got {list(load.shape)}")

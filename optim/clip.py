@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .ownership import RankGroupLike
-from .rows import NOTHING, Collected
+from .row_exchange import NOTHING, Collected
 
 NOT_SPLIT: Mapping[Tensor, RankGroupLike] = {}
 

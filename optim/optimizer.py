@@ -15,7 +15,7 @@ from .adamw import adamw_step
 from .groups import MAIN, Group, ParameterRow, blocks_text
 from .muon import muon_step
 from .ownership import ParameterPlacement, RankGroupLike, assign_owners
-from .rows import NOTHING, Collected, RowExchange, batches, rows_here
+from .row_exchange import NOTHING, Collected, RowExchange, batches, rows_here
 from .settings import Settings
 from .sinkhorn import not_split, sinkhorn_step
 
@@ -52,9 +52,8 @@ class Optimizer(torch.optim.Optimizer):
         self._placements: dict[Tensor, ParameterPlacement] = {}
         self._owners: dict[Tensor, int] = {}
         self._rows: RowExchange | None = None
-        self._weights: dict[
-            Tensor, Tensor
-        ] = {}  # during a step: the whole weights of row-divided parameters that this process owns
+        # During a step: the whole weights of row-divided parameters that this process owns
+        self._weights: dict[Tensor, Tensor] = {}
         self.collected = NOTHING  # set from `collect_gradients` until the end of the step
         if placements is not None:
             self._assign_owners(placements)

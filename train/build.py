@@ -73,7 +73,7 @@ class Run:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches that this process computes in a step in rows of ``task.seq_len`` tokens."""
-        return self.config.task.per_rank_batch(self.world.row_groups)[1]
+        return self.config.task.division_of_step(self.world.row_groups)[1]
 
     def autocast(self) -> torch.autocast:
         """Return a context in which the model computes in bf16 if ``parallel.precision`` is bf16; weights stay fp32."""
@@ -335,10 +335,10 @@ def open_data(
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        batch_size=task.per_rank_batch(world.row_groups)[0] * world.row_groups,
+        micro_batch_rows=task.division_of_step(world.row_groups)[0] * world.row_groups,
         seed=config.seed,
-        rank=world.row_group,
-        world_size=world.row_groups,
+        row_group=world.row_group,
+        row_groups=world.row_groups,
         vision=None if model_config.vision is None else dataclasses.asdict(model_config.vision),
         step_rows=task.global_batch_rows,
         train_seq_len=task.seq_len,

@@ -62,10 +62,10 @@ def train_step(
     Raises:
         NonFiniteError: a loss or the gradient is not finite; raised on every rank, before any weight is updated.
     """
-    model, optimizer, optim, world = run.model, run.optimizer, run.config.optim, run.world
+    model, optimizer, settings, world = run.model, run.optimizer, run.config.optim, run.world
     losses_of = losses_of or (lambda batch, denominators: model.losses(**batch, denominators=denominators))
-    lr = optim.schedule.lr(step, tokens)
-    optimizer.set_lr(lr, optim.schedule.factors(tokens))
+    lr = settings.schedule.lr(step, tokens)
+    optimizer.set_lr(lr, settings.schedule.factors(tokens))
     is_real = [number < len(batches) - dummy_batches for number in range(len(batches))]
     each = [model.loss_denominators(**batch) for batch in batches]
     counted = torch.stack([own.to_tensor() * real for own, real in zip(each, is_real, strict=True)]).sum(0)
@@ -81,11 +81,12 @@ def train_step(
     model.eval()
     if (counts := run.source_counts()) is not None:
         sums["source_counts"] = counts
+    # In the same exchange as the losses: which parameters have a gradient on some rank, and who was asked to stop.
     sums |= {"present": run.engine.present(), "stop": torch.tensor(int(stopped()), device=run.device)}
     sums = world.sum_all(sums)
     run.engine.reduce(sums.pop("present"))
-    raise_faults(model)
-    norm = clip_(optimizer.active_parameters(), optim.clip, optimizer.parts, optimizer.collected)
+    raise_faults(model)  # wrong token or expert ids, noted on the device during the step and read only here
+    norm = clip_(optimizer.active_parameters(), settings.clip, optimizer.parts, optimizer.collected)
     check_finite(sums["total"], norm, step + 1)
     run.engine.step()
     balance_routers(run, sums["expert_load"])
@@ -99,11 +100,11 @@ def balance_routers(run: Run, load: torch.Tensor) -> None:
     by the total load, and ``off`` updates neither. load: tokens for each expert in the whole step, int64 [layers, 2
     (text, images), experts].
     """
-    optim = run.config.optim
-    if optim.router_bias_mode == "shared":
+    settings = run.config.optim
+    if settings.router_bias_mode == "shared":
         load = load.sum(1, keepdim=True).expand_as(load)
-    if optim.router_bias_mode != "off":
-        balance_step_(run.model.router_biases(), load, optim.router_bias_rate)
+    if settings.router_bias_mode != "off":
+        balance_step_(run.model.router_biases(), load, settings.router_bias_rate)
 
 
 def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
@@ -111,7 +112,7 @@ def train(run: Run, state: TrainerState, reporter: Reporter) -> None:
 
     def step(micro_batches: list[Batch], waited: float, started: float, stopped: Callable[[], bool]) -> dict[str, Any]:
         numbers = train_step(run, micro_batches, state.step, state.tokens, stopped=stopped)
-        return _advance(run, state, numbers, waited, started)
+        return pretrain_record(run, state, numbers, waited, started)
 
     take = over_batches(run, state, step, reporter.log)
     repeat(run, state, reporter, take, partial(evaluate, run, say=reporter.log), run.save)
@@ -144,7 +145,7 @@ def over_batches(
         if run.world.any(stopped()) if stop is None else stop:
             return None
         started, task = time.perf_counter(), given.at(state.tokens)
-        count = task.per_rank_batch(run.world.row_groups)[1]
+        count = task.division_of_step(run.world.row_groups)[1]
         if given.length_schedule and task.seq_len != run.train_batches.seq_len:
             position = run.position()
             if batches is not None:
@@ -289,9 +290,11 @@ def _loss_sums(losses: Losses | DraftLosses) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in losses._asdict().items()}
 
 
-def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
+def pretrain_record(
+    run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float
+) -> dict[str, Any]:
     """Add a finished step to the counters in ``state`` and return the step's record for the log."""
-    common, targets = advance(run, state, numbers, waited, started), int(numbers["supervised"])
+    common, targets = advance_counters(run, state, numbers, waited, started), int(numbers["supervised"])
     return {
         **common,
         "loss": float(numbers["lm_sum"]) / targets
@@ -304,7 +307,9 @@ def _advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: flo
     }
 
 
-def advance(run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float) -> dict[str, Any]:
+def advance_counters(
+    run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float
+) -> dict[str, Any]:
     """Add a finished step to the counters in ``state``. Returns the part of its record that the steps of all tasks on
     ``run.train_batches`` have.
 

@@ -26,9 +26,8 @@ from optim import Group, Rule, assign
 from train.lora.targets import BLOCK, LAYER
 
 WEIGHT_DECAY = 0.1
-VISION_SCHEDULE = (
-    "vision"  # schedule of the vision tower in optim.Schedule: frozen until the decay begins, then a smaller rate
-)
+# The schedule of the vision tower in optim.Schedule: frozen until the decay begins, then a smaller rate.
+VISION_SCHEDULE = "vision"
 
 STAGE = r"mtp\.\d+\."
 

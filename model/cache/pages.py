@@ -67,9 +67,8 @@ class Cache:
         self.rows: list[CachedSequence | None] = []
         self.uses: list[int] = []  # for each page, the number of sequences that own it, plus 1 if the prefix index does
         self.free_pages: list[int] = []
-        self.prefixes: dict[
-            tuple[int, ...], int
-        ] = {}  # (previous page or -1, tokens of the page) -> page; oldest first
+        # (previous page or -1, tokens of the page) -> page; oldest first
+        self.prefixes: dict[tuple[int, ...], int] = {}
         self.prefix_pages = prefix_tokens // self.page_tokens
         self.frequencies = {c: inverse_frequencies(config, compressed=c) for c in (False, True)}
 

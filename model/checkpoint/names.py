@@ -23,6 +23,7 @@ GENERATION = "generation_config.json"
 
 MERGED = "merged_adapters.json"  # digests of the adapters that have been merged into the weights
 
+# Small files that are copied along with weights
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,7 +31,7 @@ COMPANIONS = (
     "chat_template.jinja",
     GENERATION,
     MERGED,
-)  # small files that are copied along with weights
+)
 
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])")
 

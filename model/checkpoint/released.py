@@ -429,9 +429,8 @@ class _Layout(NamedTuple):
 
 
 def _layout(tensors: list[Stored]) -> _Layout:
-    tensors = sorted(
-        tensors, key=lambda stored: -stored.dtype.itemsize
-    )  # keeps tensors aligned; scales still follow their codes
+    # Keeps tensors aligned; scales still follow their codes
+    tensors = sorted(tensors, key=lambda stored: -stored.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:

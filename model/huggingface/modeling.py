@@ -28,7 +28,6 @@ from model.checkpoint.names import COMPANIONS, SCALES
 from model.checkpoint.released import INDEX, read_headers
 from model.checkpoint.save import SHARD_BYTES, save_pretrained
 from model.config import ForwardOptions
-from model.dispatch import load_where_it_fits
 from model.dspark import Drafter, load_drafter
 from model.huggingface.batch import batch_of
 from model.huggingface.configuration import DeepseekV41Config
@@ -48,6 +47,7 @@ from model.huggingface.folders import (
 from model.huggingface.speculation import continued, hindrances
 from model.layout import SequenceLayout
 from model.packed import PackedWeight, holds_packed
+from model.placement import load_where_it_fits
 from model.training_losses import LossDenominators, count_denominators, training_losses
 
 _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
@@ -124,9 +124,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         self.router_bias_rate = 1e-3
         self._load: Tensor | None = None  # int64 [layers, 2, E]: tokens routed to each expert since the last step
         self._passes, self._passes_of_step = 0, 1  # forward passes since the last step, and in the last step
-        self.companions: dict[
-            str, bytes
-        ] = {}  # small files (tokenizer etc.) of the loaded folder, which are saved again
+        # Small files (tokenizer etc.) of the loaded folder, which are saved again
+        self.companions: dict[str, bytes] = {}
         if tokenizer is not None:
             backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
             self.companions["tokenizer.json"] = backend.to_str(pretty=True).encode()
@@ -171,7 +170,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype: the dtype of the matrices; None or "auto" keeps the dtype of the folder (quantised weights become bf16).
         device_map: one device, {"": device} or "auto". With "auto", weights that do not fit on the first device of
         max_memory are stored on other devices, in host memory, or on disk in offload_folder until they are used
-        (`model/dispatch.py`), and such a model cannot be trained. max_memory: the memory to use on each device, as
+        (`model/placement.py`), and such a model cannot be trained. max_memory: the memory to use on each device, as
         bytes or text like "10GiB"; the keys are GPU numbers and "cpu"; None means the free memory. training_losses: see
         `DeepseekV41ForCausalLM`. drafter: whether to load the drafter if the folder has one. packed: keep the weights
         of a quantised folder in their stored form and frozen (`model/packed.py`), so that only adapters and other
@@ -616,9 +615,8 @@ class _AddToGradient(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
-_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = (
-    weakref.WeakSet()
-)  # models that have run a forward pass in training mode
+# Models that have run a forward pass in training mode
+_TRAINED: weakref.WeakSet[DeepseekV41ForCausalLM] = weakref.WeakSet()
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

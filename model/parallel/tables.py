@@ -73,9 +73,8 @@ class Table(nn.Embedding, Watched):
         if len(asked) and not len(shard):
             raise RuntimeError(self._complaint(f"{len(asked)} rows"))
         self.note((asked < shard.start) | (asked >= shard.stop), asked)
-        found = (asked - shard.start).clamp(
-            0, len(shard) - 1
-        )  # an id can only be out of range if the ranks are not at the same point of the program
+        # An id can only be out of range if the ranks are not at the same point of the program
+        found = (asked - shard.start).clamp(0, len(shard) - 1)
         works: list[dist.Work] = []
         values = _Fetch.apply(self.weight, found, receive, send, shard.ranks, works)
         return Lookup(values, index, works[0])

@@ -64,7 +64,9 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def owned(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter's state that its owner has: all of it where only the weight is divided (optim.rows)."""
+    """The part of a parameter's state that its owner has: all of it where only the weight is divided
+    (`optim.row_exchange`).
+    """
     return state if isinstance(parameter, DTensor) else rows_of(state, parameter)
 
 

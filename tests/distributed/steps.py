@@ -105,7 +105,7 @@ def images_of_step(step: int) -> dict[str, torch.Tensor]:
 
 def share(batch: dict[str, torch.Tensor], run: Run) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step, dealt out as the loader does."""
-    rows, passes = run.config.task.per_rank_batch(run.world.row_groups)
+    rows, passes = run.config.task.division_of_step(run.world.row_groups)
     first = [(number * run.world.row_groups + run.world.row_group) * rows for number in range(passes)]
     return [_rows(batch, at, at + rows) for at in first]
 

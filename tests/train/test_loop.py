@@ -68,7 +68,7 @@ def test_whether_to_stop_costs_no_exchange_of_its_own(make_config, monkeypatch) 
 
     def step(read, waited, started, stopped):
         numbers = loop.train_step(run, read, state.step, state.tokens, stopped=stopped)
-        return loop._advance(run, state, numbers, waited, started)
+        return loop.pretrain_record(run, state, numbers, waited, started)
 
     take = loop.over_batches(run, state, step)
     assert "stop" not in take(lambda: False) and asked == [False]
@@ -153,7 +153,7 @@ def test_a_step_without_targets_reports_numbers_that_json_has(make_config) -> No
     batches = list(itertools.islice(iter(run.train_batches), run.micro_batches))
     for batch in batches:
         batch["labels"].fill_(-100)
-    record = loop._advance(run, TrainerState(), loop.train_step(run, batches, 0, 0), 0.0, 0.0)
+    record = loop.pretrain_record(run, TrainerState(), loop.train_step(run, batches, 0, 0), 0.0, 0.0)
     assert record["loss"] is None
     json.dumps(record, allow_nan=False)
 

@@ -18,11 +18,23 @@ import torch
 import yaml
 
 from data.progress import progress
-from model import ModelConfig, load_weights, open_folder
+from model import ForwardOptions, ModelConfig, load_weights, open_folder
 from model.checkpoint.load import never_packed, parameter_packing
 from model.checkpoint.released import TensorSource, is_quantised, read_headers
 from model.quantize import Packing
 from train.checkpoint import run_state
+
+# The options of the forward pass that change what a model computes, and not only how.
+CHANGE_RESULTS = (
+    "kv_quant",
+    "expert_quant",
+    "dense_quant",
+    "engram_quant",
+    "candidate_pool",
+    "decoder_replay",
+    "stream_dtype",
+    "dispatch",
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,17 @@ def find_pretrained(name: str) -> Pretrained:
     if not tokenizer.is_file():
         raise ValueError(f"{tokenizer} does not exist; a run needs the tokenizer that the weights were trained with")
     return Pretrained(folder, model, tokenizer)
+
+
+def forward_options(origin: Pretrained) -> ForwardOptions | None:
+    """Return the options of the forward pass with which the run of a checkpoint was trained. A checkpoint folder, such
+    as an export, does not hold them: None stands for the defaults.
+    """
+    config = origin.folder.resolve().parent.parent / "config.yaml"
+    if _is_released(origin.folder) or not config.is_file():
+        return None
+    saved = yaml.safe_load(config.read_text(encoding="utf-8")).get("runtime") or {}
+    return ForwardOptions(**{name: saved[name] for name in CHANGE_RESULTS if name in saved})
 
 
 def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:

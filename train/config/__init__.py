@@ -13,7 +13,7 @@ Read the files in this order; each file imports only files listed above it:
     evaluation              the tasks (benchmarks) that a model is evaluated on
     schema                  the whole configuration, and those of the tasks that train nothing
     moved                   configuration keys and functions that were renamed
-    rows                    rules about the rows of a step and their length
+    step_rows               rules about the rows of a step and their length
     rules                   all rules that involve several keys
     compose                 combines the command line and ``conf/`` into one nested mapping
     help                    the text that ``--help`` prints

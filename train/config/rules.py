@@ -23,8 +23,8 @@ from train.config.moved import renamed
 from train.config.problems import problem, shown
 from train.config.rl import RlConfig, training_efforts
 from train.config.rollout import ServersConfig
-from train.config.rows import divides_rows, length_rules
 from train.config.schema import Config, Conversion, Evaluation, Merger, OptimConfig, ParallelConfig, TaskConfig
+from train.config.step_rows import divides_rows, length_rules
 from train.lora.targets import LORA_TARGETS
 
 # the tasks whose rows may be split over processes

@@ -47,7 +47,7 @@ class LongerRows:
 class TaskConfig:
     """The task, the length of the run, the batch size of a step, evaluation, and the sample text at the end.
 
-    A step has ``global_batch_rows`` rows on any number of processes (see ``per_rank_batch``).
+    A step has ``global_batch_rows`` rows on any number of processes (see ``division_of_step``).
     """
 
     kind: Annotated[str, AfterValidator(known_task)]  # name of a task in train/config/tasks.py
@@ -87,7 +87,7 @@ class TaskConfig:
             global_batch_rows=rows and rows // times,
         )
 
-    def per_rank_batch(self, row_groups: int) -> tuple[int, int]:
+    def division_of_step(self, row_groups: int) -> tuple[int, int]:
         """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and
         micro-batches per step. Under context parallelism a group of processes counts as one here.
 
@@ -102,7 +102,7 @@ class TaskConfig:
 
     def step_text(self, world_size: int, context_parallel: int = 1) -> str:
         """Describe a step in the log, such as "a step: 8 rows = 4 processes x 2 micro-batches x 1 row"."""
-        rows, count = self.per_rank_batch(world_size // context_parallel)
+        rows, count = self.division_of_step(world_size // context_parallel)
         if self.global_batch_rows is None:
             return f"a step: the rows that hold its responses, in micro-batches of at most {counted(rows, 'row')}"
         who = counted(world_size, "process")

@@ -58,9 +58,8 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
         RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts_store = (
-        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # else the launcher hosts the store
+    # Else the launcher hosts the store
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     reporter = rank == 1 or local_rank == 0
     _check_name(host, reported=rank > 0 and local_rank > 0)
     if hosts_store:

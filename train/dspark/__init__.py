@@ -5,5 +5,5 @@ this package. Each file imports only files listed above it:
 
     anchors     draws the positions at which the draft blocks of a row begin
     evaluate    measures expected accepted length, acceptance per slot, and calibration
-    report      the log lines and the plot of such a run
+    log         the log lines and the plot of such a run
 """

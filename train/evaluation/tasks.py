@@ -105,7 +105,7 @@ def measure(
 
     Returns None on all ranks if ``stop`` returns True on any rank. say: function that receives progress lines.
     """
-    batch = run.config.task.per_rank_batch(run.world.size)[0]
+    batch = run.config.task.division_of_step(run.world.size)[0]
     scorer = Scorer(run.backbone, run.tokenizer, run.world, batch, run.autocast, stop, say)
     try:
         return run_all(prepared, scorer)

@@ -31,8 +31,9 @@ MOST_POINTS = 5000  # number of records kept for the plot
 class Reporter:
     """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot, W&B and TensorBoard.
 
-    A resumed run appends to the files in the run directory, after removing the records of steps that will be repeated.
-    The id of the W&B run is also stored in the run directory, so that a resumed run continues the same W&B run.
+    A resumed run appends to the files in the run directory. The records of steps that will be repeated are first
+    removed from ``metrics.jsonl``; ``train.log`` keeps their lines. The id of the W&B run is also stored in the run
+    directory, so that a resumed run continues the same W&B run.
     """
 
     picture = "loss.png"
@@ -139,7 +140,7 @@ class Reporter:
                     record = json.loads(line)
                 except ValueError:  # a killed process may leave an incomplete last line
                     break
-                if not 0 < step >= record["step"]:
+                if step == 0 or record["step"] > step:
                     break
                 self._remember(points, record)
                 end += len(line)

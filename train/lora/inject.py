@@ -150,9 +150,8 @@ class ExpertsLora(_Wrapper):
         """Compute what the adapters add to the result of `Experts.linear` for one of the weights w1, w2 and w3."""
         total: Tensor | float = 0.0
         for name in self.in_use:
-            missing = (
-                -self.r[name] % 8
-            )  # grouped matrix products need rows of a multiple of 16 bytes, so zeros are appended
+            # Grouped matrix products need rows of a multiple of 16 bytes, so zeros are appended
+            missing = -self.r[name] % 8
             a, b = self.lora_A[name][weight], self.lora_B[name][weight]
             low = grouped_linear(self.lora_dropout[name](rows), F.pad(a, (0, 0, 0, missing)), ends)
             total = total + self.scaling[name] * grouped_linear(low, F.pad(b, (0, missing)), ends)

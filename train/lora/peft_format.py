@@ -31,14 +31,8 @@ _USUAL = {
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights", "target_modules", "target_parameters"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
 }
-_KEEP_THE_BASE = (
-    None,
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # values of init_lora_weights; all other values change the base weights
+# Values of init_lora_weights; all other values change the base weights
+_KEEP_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class Adapter(NamedTuple):

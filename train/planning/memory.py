@@ -28,12 +28,12 @@ UNPACKING = 10  # bytes per value while model.quantize.unpack unpacks a matrix: 
 
 def micro_batches(config: Config) -> int:
     """Return the number of micro-batches that a rank computes in an optimizer step."""
-    return config.task.per_rank_batch(config.parallel.row_groups)[1]
+    return config.task.division_of_step(config.parallel.row_groups)[1]
 
 
 def micro_batch_rows(config: Config) -> int:
     """Return the number of rows in a micro-batch of a rank, or of the ranks that share rows."""
-    return config.task.per_rank_batch(config.parallel.row_groups)[0]
+    return config.task.division_of_step(config.parallel.row_groups)[0]
 
 
 def tokens_per_pass(config: Config) -> int:

@@ -48,7 +48,7 @@ def report(p: ResourcePlan) -> str:
 def _layout_lines(p: ResourcePlan) -> list[str]:
     """Describe in words the layout, the job and the assumptions of the plan."""
     config, layout, task = p.config, p.config.parallel, p.config.task
-    rows, passes = task.per_rank_batch(layout.row_groups)
+    rows, passes = task.division_of_step(layout.row_groups)
     assumed, recompute = settings(config), "on" if config.runtime.recompute else "off"
     trained = f"optim.rules {config.optim.rules}"
     if p.job.drafter is not None:

@@ -62,7 +62,7 @@ def remedy(p: ResourcePlan) -> str:
             f"Nothing fits on {counted(p.config.parallel.world_size, 'GPU')}: weights, gradients and optimizer state "
             f"take {p.held / GIB:.2f} GiB in this layout. plan.search=true finds the number of GPUs that it takes."
         )
-    rows = p.config.task.per_rank_batch(p.config.parallel.row_groups)[0]
+    rows = p.config.task.division_of_step(p.config.parallel.row_groups)[0]
     if rows > 1:
         found.append(f"Fewer than {rows} rows in a micro-batch (task.micro_batch) need less.")
     return "\n".join(found)

@@ -14,6 +14,6 @@ the RL step, then collect.py, batch.py, policy_gradient.py and distill.py. Each 
     drafting           a drafter that is trained along with the policy
     policy_gradient    task=rl: selects the responses that are trained on, and computes their losses
     distill            task=distill: runs the teachers, and computes the distillation loss
-    report             the log lines and the plot of an RL run
+    log                the log lines and the plot of an RL run
     demo               creates the conversations and the checkpoint that ``make rl-demo`` starts from
 """

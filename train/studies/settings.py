@@ -94,9 +94,8 @@ class Study:
     measures: Annotated[dict[str, Measure], Field(min_length=1)]
     claims: list[Claim] = Field(default_factory=list)
     recoveries: list[Recovery] = Field(default_factory=list)
-    evaluations: dict[str, list[str]] = Field(
-        default_factory=dict
-    )  # further evaluations of the final weights: name -> overrides
+    # Further evaluations of the final weights: name -> overrides
+    evaluations: dict[str, list[str]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)  # printed below the table
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from data.tokenizer import read_tokenizer, special_ids
 from model import DeepseekV41, Drafter, ModelConfig, Request, build_model, load_drafter, load_pretrained
 from model.engram import build_token_map
 from model.generation import Sample
-from train.checkpoint.init_from import find_pretrained, holds_drafter, load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained, forward_options, holds_drafter, load_pretrained_weights
 from train.config.schema import Asked
 from train.distributed.world import World, pick_device
 
@@ -67,7 +67,8 @@ def open_checkpoint(name: str, world: World) -> Model:
     else:
         settings = ModelConfig.from_dict(origin.model)
         token_map = build_token_map(tokenizer) if settings.text.engram_layer_ids else None
-        model = build_model(settings, token_map=token_map, device=device, parallel=parallel)
+        runtime = forward_options(origin)  # a model answers by the rounding that it was trained with
+        model = build_model(settings, runtime, token_map, device=device, parallel=parallel)
         load_pretrained_weights(model, name)
     drafter = load_drafter(origin.folder, model) if holds_drafter(origin.folder) else None
     return Model(model.eval(), tokenizer, drafter)

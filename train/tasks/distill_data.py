@@ -20,7 +20,7 @@ from train.config.schema import Config
 from train.errors import user_errors
 from train.evaluation.evaluate import evaluate
 from train.logging.log import Reporter
-from train.loop import advance, layer_record, over_batches, repeat, train_step
+from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
 from train.run import begin, report_files, run_logger, run_session
 from train.teacher import Teacher
@@ -79,7 +79,7 @@ def step(
     ce, kl = torch.stack([run.world.sum_all(sums)[name] for name in ("ce", "kl")]).tolist()
     targets = max(int(numbers["supervised"]), 1)
     return {
-        **advance(run, state, numbers, waited, started),
+        **advance_counters(run, state, numbers, waited, started),
         "loss": ce / targets,
         "kl": kl / targets,
         "total_loss": float(numbers["total"]),

@@ -20,10 +20,10 @@ from train.build import Batch, Run, build
 from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.dpo.evaluate import evaluate, inputs_of, means, objective_of, prepared
-from train.dpo.report import PreferenceReporter
+from train.dpo.log import PreferenceReporter
 from train.errors import user_errors
 from train.logging.log import Reporter
-from train.loop import advance, layer_record, over_batches, repeat, train_step
+from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
 from train.rl.reference import BaseModel, Copy, Reference, load_frozen
 from train.run import begin, report_files, run_logger, run_session
@@ -86,7 +86,7 @@ def step(
     numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of, stopped=stopped)
     count = int(pairs)
     return {
-        **advance(run, state, numbers, waited, started),
+        **advance_counters(run, state, numbers, waited, started),
         **means(run.world.sum_all(sums), count),
         "pairs": count,
         **layer_record(numbers),

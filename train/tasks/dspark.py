@@ -16,10 +16,10 @@ from train.checkpoint.run_state import TrainerState
 from train.config.schema import Config
 from train.dspark.anchors import with_anchors
 from train.dspark.evaluate import evaluate, loss_of, measures
-from train.dspark.report import DrafterReporter
+from train.dspark.log import DrafterReporter
 from train.errors import user_errors
 from train.logging.log import Reporter
-from train.loop import advance, over_batches, repeat, train_step
+from train.loop import advance_counters, over_batches, repeat, train_step
 from train.run import begin, report_files, run_logger, run_session
 
 
@@ -57,7 +57,7 @@ def step(
     Updates the counters in ``state`` and returns the step's record.
     """
     settings, groups = run.dspark, run.world.row_groups
-    rows = run.config.task.per_rank_batch(groups)[0]
+    rows = run.config.task.division_of_step(groups)[0]
     first = state.step * rows * groups * run.micro_batches + run.world.row_group * rows
     micro_batches = [
         run.prepare(with_anchors(batch, run.config.seed, first + n * rows * groups, settings.tokens_per_anchor))
@@ -68,7 +68,7 @@ def step(
         return run.model.losses(**batch, denominators=denominators, objective=settings.objective)
 
     numbers = train_step(run, micro_batches, state.step, state.tokens, losses_of, stopped=stopped)
-    common, found = advance(run, state, numbers, waited, started), measures(numbers)
+    common, found = advance_counters(run, state, numbers, waited, started), measures(numbers)
     return {**common, "loss": loss_of(found, settings.objective), **found}
 
 

@@ -40,10 +40,10 @@ from train.rl.batch import Scored, Shape, empty_batch, score
 from train.rl.collect import Collector, Group, SamplingPlan, encoded
 from train.rl.distill import Teachers
 from train.rl.drafting import PolicyDrafter, accepted
+from train.rl.log import RlReporter, table
 from train.rl.policy_gradient import PolicyGradient
 from train.rl.prompts import Prompts
 from train.rl.reference import BaseModel, Copy, Reference
-from train.rl.report import RlReporter, table
 from train.rl.rewards.pool import Rewards
 from train.rl.rollout.base import LocalRollout, Rollout
 from train.rl.rollout.http import HttpRollout, Limits

@@ -40,9 +40,8 @@ def test_every_launcher_is_understood() -> None:
     srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", **MEETING}
     assert find_process(srun) == ProcessInfo(5, 8, 1)
     assert find_process({**srun, **torchrun, "RANK": "6"}) == ProcessInfo(6, 8, 1)  # torchrun in a job of Slurm's
-    assert (
-        find_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) == ProcessInfo()
-    )  # a job of one
+    # A job of one
+    assert find_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) == ProcessInfo()
 
 
 RANK_5 = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
@@ -122,7 +121,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks(make_config, micro, pas
     task = make_config(
         f"task.micro_batch={micro}", f"task.global_batch_rows={micro * passes}", f"parallel.world_size={ranks}"
     ).task  # which also checks that the rows can be shared
-    assert task.per_rank_batch(ranks) == expected
+    assert task.division_of_step(ranks) == expected
     assert expected[0] * expected[1] * ranks == micro * passes
     assert expected[0] <= micro and expected[1] <= passes
 

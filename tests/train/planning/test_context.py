@@ -42,9 +42,8 @@ def test_gathered_entries_and_their_gradients(pair: tuple[Config, Config]) -> No
     working = plan(two).working
     entries = 64 * ENTRY * (1 / 2 + 1)  # of one rank
     assert working["entries and keys of other ranks"] == 4 * entries
-    assert (
-        working["gradients of entries"] == max(4 + 4, (4 + 4) + 4 * 32 / 16) * 2 * 64 * 16
-    )  # copied with those of keys
+    # Copied with those of keys
+    assert working["gradients of entries"] == max(4 + 4, (4 + 4) + 4 * 32 / 16) * 2 * 64 * 16
     assert working["gradients of index keys"] == 4 * 2 * 64 * 32 * (1 / 2 + 1)
     assert working["gradients of index keys in the losses"] == 4 * 64 * 32 * (1 / 2 + 1 + 1)  # the other rank's half
     assert working["window keys before the chunk"] == 4 * 7 * 16

@@ -20,7 +20,7 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.config.schema import Asked, SmallTask
 from train.errors import InputError
-from train.tasks import chat, generate
+from train.tasks import chat, generate, pretrain
 from train.tasks.asked import conversation, open_model, request, texts
 
 
@@ -45,6 +45,20 @@ def generated(compose_raw, folder: Path, tmp_path: Path):
         return sorted(lines, key=lambda line: line["number"])
 
     return run
+
+
+@pytest.mark.slow
+def test_a_run_is_asked_with_the_rounding_that_it_was_trained_with(compose_raw, overrides, tmp_path: Path) -> None:
+    options = (
+        f"output={tmp_path}",
+        "name=exact",
+        "runtime.kv_quant=false",
+        "task.tokens=300",
+        "checkpoint.export=plain",
+    )
+    pretrain.run(parse(compose_raw(*overrides, f"output={tmp_path}", *options)))
+    assert not open_model(settings(tmp_path, "exact")).model.runtime.kv_quant
+    assert open_model(settings(tmp_path, "exact/export")).model.runtime.kv_quant, "an export does not say it"
 
 
 RECORDS = [
@@ -128,9 +142,9 @@ def seeing(compose_raw, overrides, tmp_path_factory) -> Path:
     return output
 
 
-def settings(seeing: Path) -> Asked:
+def settings(seeing: Path, name: str = "model") -> Asked:
     common = dict(device="cpu", thinking=False, effort="high", system=None, max_tokens=6, temperature=0.0, top_p=1.0)
-    return Asked(task=SmallTask("generate"), init_from=str(seeing / "model"), seed=3, **common)
+    return Asked(task=SmallTask("generate"), init_from=str(seeing / name), seed=3, **common)
 
 
 def test_a_prompt_with_images_is_trainings_batch_up_to_the_answer(seeing: Path, make_config) -> None:

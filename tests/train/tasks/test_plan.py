@@ -155,10 +155,8 @@ def test_seconds_for_stated_rates(make_config) -> None:
     rates = ("tflops=2e-3", "peak_tflops=4e-3", "network_gb_s=1e-3", "node_gb_s=1e-2", "gpus_per_node=2")
     p = plan(_layout(make_config(*(f"parallel.hardware.{rate}" for rate in rates)), 4, 2, 4))
     assert p.sent["all-to-all, experts"].inside == 1 and p.sent["all-to-all, Engram tables"].inside == 1 / 3
-    dense, experts = (
-        p.gradients["dense"] * 3 / 4,
-        p.gradients["experts"] / 2,
-    )  # held four times, and twice, by rank 0, 2
+    # Held four times, and twice, by rank 0, 2
+    dense, experts = (p.gradients["dense"] * 3 / 4, p.gradients["experts"] / 2)
     assert p.traffic["all-reduce of gradients"] == 2 * (dense + experts)
     assert p.sent["all-reduce of gradients"].inside == pytest.approx(dense / 2 / (dense + experts))
     assert p.time.arithmetic == pytest.approx((p.step_flops + sum(p.optimizer_flops.values())) / 2e9)

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
-import model.dispatch
 import model.huggingface
+import model.placement
 from model import ForwardOptions, load_pretrained, save_pretrained
-from model.dispatch import choose_places, load_offloaded, part_sizes
 from model.packed import PackedWeight, holds_packed
+from model.placement import choose_places, load_offloaded, part_sizes
 from tests.model.tiny import DRAFTER, image_batch, tiny_drafter, tiny_model, tokens
 
 SHAPE = dict(vision=True, engram=True, engram_compressed_vocab_size=64)
@@ -128,7 +128,7 @@ def test_what_cannot_work_is_refused(folders, tmp_path, monkeypatch) -> None:
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(model.dispatch.os, "posix_fallocate", full)
+    monkeypatch.setattr(model.placement.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         offloaded(folder, tmp_path, enough)
 

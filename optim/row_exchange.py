@@ -40,9 +40,8 @@ def rows_here(tensor: Tensor) -> Tensor:
     it.
     """
     tensor = tensor.detach()
-    return (
-        tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    )  # a DTensor; importing its class for a check would take half a second
+    # A DTensor; importing its class for a check would take half a second
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class RowExchange:
