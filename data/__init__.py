@@ -6,7 +6,9 @@ into a batch; each file imports only files listed before it:
     errors, config, cache:      errors about bad input; the settings `data.*`; cache files that are written atomically.
     progress, network:          shows the progress of long work; tries again what the network prevented.
     document:                   documents and their parts, and the interface of a source of documents.
-    files, images, tokenizer:   finds and decodes files; turns pixels into patches, and text into token ids.
+    files:                      finds files and unpacks compressed ones.
+    images:                     turns pixels into patches.
+    tokenizer:                  turns text into token ids.
     tokens:                     turns documents into token ids, in memory or in the cache.
     records:                    reads files of records (JSONL, JSON, Parquet, Arrow).
     sources, chat:              sources of texts and records, and of conversations (a package).

@@ -138,8 +138,9 @@ class _Records:
         """Yield the documents of the records in `items`. An item is a tuple (record, line of the record, position
         before the record, function that returns the position after the record).
 
-        Between two documents of the same record, a position is [position before the record, number of documents of the
-        record already used]. done: the number of documents of the first record that are skipped.
+        A record may hold several documents. After some of them, the position for resuming is [position before the
+        record, number of its documents already used]. done: number of documents of the first record to skip, because
+        they were used before.
         """
         for record, line, before, after in items:
             try:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "model", "optim", "data")
 SHORTEST = 5  # words; shorter ones are names, not sentences
 # A sentence ends behind its full stop (not that of "et al."), before an empty line, and before the next entry of a list
-# of the form `name: ...`.
-END = r"(?<=[.?!])(?<!et al\.)\s+(?=[A-Z`])|\n\s*\n|\n(?=\s*[`\w.]+: )"
+# of the form `name: ...` or of a table of names, whose columns are two spaces apart.
+END = r"(?<=[.?!])(?<!et al\.)\s+(?=[A-Z`])|\n\s*\n|\n(?=\s*[`\w.]+(?:, [`\w.]+)*: | {4}[\w., ]+  \S)"
 
 
 def texts(path: Path) -> Iterator[tuple[str, str]]:

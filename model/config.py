@@ -279,8 +279,7 @@ class ForwardOptions:
         is QAT.
     engram_quant: whether the rows of the Engram tables are rounded to FP8, as the released checkpoint stores them; this
         too is QAT.
-    candidate_pool: whether later indexers may select entries only from the candidate blocks of the first decoder
-        indexer.
+    candidate_pool: whether the later indexers are restricted to the candidate blocks of the first decoder indexer.
     decoder_replay: whether decoder layers process only the last `sliding_window` tokens of a prompt (SWA bounded
         replay). Generation skips the other prompt tokens in decoder layers; training masks what generation would not
         compute. In training, the prompt of a document ends before its first supervised token.

@@ -179,8 +179,9 @@ def choose_places(sizes: Mapping[str, int], budgets: Mapping[Place, int]) -> dic
 
 
 def device_of(place: Place) -> torch.device:
-    """Returns the device of the tensors in a place. For the place "disk" the CPU is returned, because weights on disk
-    are mapped into host memory.
+    """Returns the torch device of the tensors that are kept in `place`: a GPU number, a device name or "disk".
+
+    For "disk" the CPU is returned, because weights on disk are mapped into host memory.
     """
     return torch.device("cpu" if place in ("cpu", DISK) else place if isinstance(place, str) else f"cuda:{place}")
 

@@ -133,7 +133,7 @@ def verify(
 
 
 def _numbers(seeds: Sequence[int], places: Sequence[int], count: int, purpose: int) -> Tensor:
-    """fp64 [B, count]: `uniform` at each sequence's next `count` positions."""
+    """Returns fp64 [B, count]: the random numbers of `uniform` for the next `count` positions of each sequence."""
     rows = [
         [uniform(seed, place + n, purpose) for n in range(count)] for seed, place in zip(seeds, places, strict=True)
     ]

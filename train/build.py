@@ -203,7 +203,7 @@ def build(config: Config, world: World | None = None, draw: bool = True) -> Run:
 
     Args:
         world: the processes of the run; None means that this process is the only one.
-        draw: whether the weights are initialised. If not, the caller must load all of them from a checkpoint.
+        draw: whether the weights are initialised; if false, the caller must load every weight from a checkpoint.
 
     Raises:
         ConfigError: the tokenizer does not fit the model.

@@ -350,7 +350,7 @@ class Step:
 
     @once_a_ratio
     def dropped_entries(self, ratio: int) -> Tensor:
-        """The numbers, int64, of the new entries that were computed from at least one rejected token."""
+        """The indices, int64, of the new entries that were computed from at least one rejected token."""
         owner, number = self._new_entries(ratio)
         kept = (self.host_past + self.host_kept)[owner]
         return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())

@@ -7,11 +7,11 @@ package imports torch only for rules that depend on a device or a checkpoint. Al
 
 Read the files in this order; each file imports only files listed above it:
 
-    strict, problems        how the dataclass of a section is declared; the error that lists all problems
+    strict, problems        how every section is declared as a dataclass; the error that lists all problems
     tasks                   the names of the tasks, and the function that runs each
     rollout, rl, dspark, dpo, distill_data, plan    the sections of the configuration that only some tasks have
-    evaluation              the tasks (benchmarks) that a model is evaluated on
-    schema                  the whole configuration, and those of the tasks that train nothing
+    evaluation              the benchmarks that a model is evaluated on
+    schema                  the configuration of a training run, and the smaller ones of tasks that do not train
     moved                   configuration keys and functions that were renamed
     step_rows               rules about the rows of a step and their length
     rules                   all rules that involve several keys

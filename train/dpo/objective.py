@@ -19,10 +19,9 @@ from train.config.dpo import DpoConfig
 
 
 def answer_numbers(seq_lens: Tensor, row_length: int) -> Tensor:
-    """Number the answers of a batch. Returns int64 [B, S]: for each token, the number of the answer that the token
-    belongs to.
+    """Return, for each token of a batch, the index of the answer that the token belongs to, int64 [B, S].
 
-    The chosen answer of pair p has number 2 p, and the rejected answer 2 p + 1. Padding tokens have number 0; they are
+    The chosen answer of pair p has index 2 p, and the rejected answer 2 p + 1. Padding tokens have index 0; they are
     never supervised.
 
     seq_lens: int64 [B, documents], the lengths of the conversations in each row, chosen and rejected alternating, then

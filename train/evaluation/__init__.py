@@ -1,5 +1,5 @@
-"""Evaluation on held-out rows, and on the tasks of ``task.eval_tasks`` and ``task=eval``. This package imports
-``train.build``, ``train.logging`` and modules that these two import.
+"""Evaluation on held-out rows, and on the tasks of ``task.eval_tasks`` and ``task=eval``. From the
+rest of ``train``, this package imports only ``train.build``, ``train.logging`` and what they import.
 
 Read evaluate.py first. Each file imports only files listed above it:
 

@@ -1,5 +1,5 @@
-"""Writes the logs and the metrics of a run. This package imports ``train.build`` and modules that ``train.build``
-imports.
+"""Writes the logs and the metrics of a run. From the rest of ``train``, it imports only ``train.build`` and
+what ``train.build`` imports.
 
 Read log.py first. Each file imports only files listed above it:
 

@@ -16,9 +16,9 @@ Each file imports only files listed above it:
 
     items        the parameters of a run, and the weights, gradients and optimizer state that a rank holds
     job          the model and what is trained, independent of the layout
-    memory       memory for activations, buffers and copies of a micro-batch
-    traffic      bytes that a rank sends in a step, and seconds of a step
-    resources    combines memory, traffic and time to the plan of one layout
+    memory       memory that a micro-batch needs for activations, buffers and temporary copies
+    traffic      the bytes that a rank sends in a step, and how long a step takes
+    resources    combines memory, traffic and time into the plan of one layout
     layouts      lists the ways to spread a job over GPUs
     verdict      whether the job fits, and what to change if it does not
     report       formats the plan as text

@@ -95,7 +95,7 @@ def table(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _series(records: list[dict[str, Any]], kind: str, effort: int, name: str, shade: float) -> Series:
-    """Collect the values of one metric at one effort as a curve over steps."""
+    """Collect the values of one metric at one reasoning effort as a curve over steps."""
     chosen = [r for r in records if r["kind"] == kind and str(effort) in r["efforts"]]
     values = [r["efforts"][str(effort)][name] for r in chosen]
     label = f"effort {effort}" if kind == "valid" else None

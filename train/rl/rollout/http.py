@@ -269,7 +269,7 @@ class HttpRollout:
         raise Failure(f"the server ended the response early (finish_reason {said!r})")
 
     def _routing(self, server: Server, sample: Sample, routed: Any) -> torch.Tensor:
-        """Decode the experts that a server returns as base64 int32. Returns int16 [prompt + tokens - 1, layers, k].
+        """Decode the expert ids that a server returns as base64 int32. Returns int16 [prompt + tokens - 1, layers, k].
 
         The returned experts cover all positions, also the tokens written with earlier weights, since the last request
         processed the whole prompt and all tokens so far again.
