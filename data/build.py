@@ -83,7 +83,7 @@ def build_loaders(
     tokenizer: Tokenizer,
     *,
     seq_len: int,
-    micro_batch_rows: int,
+    batch_rows: int,
     seed: int = 0,
     row_group: int = 0,
     row_groups: int = 1,
@@ -97,14 +97,14 @@ def build_loaders(
     Args:
         tokenizer: from `load_tokenizer`.
         seq_len: number of tokens in a packed row; conversations and documents with images must fit into it.
-        micro_batch_rows: number of rows of a micro-batch over all row groups. Row group g gets the rows g * n to
-            g * n + n - 1 of every micro-batch, where n = `micro_batch_rows / row_groups`.
+        batch_rows: number of rows that all row groups together take at a time, one micro-batch each. Row group g gets
+            the rows g * n to g * n + n - 1 of them, where n = `batch_rows / row_groups`.
         row_group, row_groups: the number of this rank's row group, and of row groups. Ranks that share rows under
             context parallelism are one row group; otherwise every rank is a row group by itself.
         seed: random seed of the order in which rows are shuffled.
         vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
-        step_rows: number of rows of an optimizer step over all row groups, a multiple of `micro_batch_rows`; None means
-            `micro_batch_rows`. A stream is dealt out to so many lanes, so it gives the same steps on any number of
+        step_rows: number of rows of an optimizer step over all row groups, a multiple of `batch_rows`; None means
+            `batch_rows`. A stream is dealt out to so many lanes, so it gives the same steps on any number of
             ranks.
         train_seq_len: number of tokens in a row of the training loader, `seq_len` or more; None means `seq_len`. A
             position that was saved with another value can be loaded.
@@ -120,12 +120,12 @@ def build_loaders(
         text
         for part in parts.values()
         for text in argument_problems(
-            part, tokenizer, max(seq_len, train_seq_len), micro_batch_rows, row_group, row_groups, vision
+            part, tokenizer, max(seq_len, train_seq_len), batch_rows, row_group, row_groups, vision
         )
     ]
-    step_rows = micro_batch_rows if step_rows is None else step_rows
-    if step_rows < 1 or step_rows % max(1, micro_batch_rows):
-        problems.append(f"step_rows={step_rows}: must be a positive multiple of micro_batch_rows={micro_batch_rows}")
+    step_rows = batch_rows if step_rows is None else step_rows
+    if step_rows < 1 or step_rows % max(1, batch_rows):
+        problems.append(f"step_rows={step_rows}: must be a positive multiple of batch_rows={batch_rows}")
     refuse(wrong + list(dict.fromkeys(problems)))
     special = special_ids(tokenizer)
     sizes = {name: image_sizes(part, special, vision) for name, part in parts.items()}
@@ -135,8 +135,8 @@ def build_loaders(
         for length in (seq_len, train_seq_len)
     ]
     lanes = step_rows if any(part.streaming for part in parts.values()) else None
-    per_rank = micro_batch_rows // row_groups
-    own = [first + row_group * per_rank + n for first in range(0, step_rows, micro_batch_rows) for n in range(per_rank)]
+    per_rank = batch_rows // row_groups
+    own = [first + row_group * per_rank + n for first in range(0, step_rows, batch_rows) for n in range(per_rank)]
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)
@@ -158,9 +158,7 @@ def build_loaders(
         encoder = Encoder(tokenizer, seq_len, sizes[name], count_bytes=True, conversations=conversations)
         window = _held_out(part, validation_source, held_out_id, encoder, once)
         rows_limit = part.validation_rows
-        held_out[name] = ValidationLoader(
-            window, collators[0], micro_batch_rows, row_group, row_groups, rows_limit, once
-        )
+        held_out[name] = ValidationLoader(window, collators[0], batch_rows, row_group, row_groups, rows_limit, once)
     weights = cfg.weights() if cfg.mixture else {"": 1.0}
     rows: RowReader | MixedRows | LaneRows
     if lanes is not None:
@@ -170,12 +168,10 @@ def build_loaders(
         rows = MixedRows(whole, weights) if cfg.mixture else whole[""]
     if not cfg.mixture:
         (fingerprint,), (valid,) = fingerprints.values(), held_out.values()
-        return TrainLoader(rows, collators[1], micro_batch_rows, row_group, row_groups, fingerprint), valid
+        return TrainLoader(rows, collators[1], batch_rows, row_group, row_groups, fingerprint), valid
     fingerprint = {f"{name}.{key}": value for name, part in fingerprints.items() for key, value in part.items()}
     fingerprint |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return TrainLoader(rows, collators[1], micro_batch_rows, row_group, row_groups, fingerprint), MixedValidation(
-        held_out
-    )
+    return TrainLoader(rows, collators[1], batch_rows, row_group, row_groups, fingerprint), MixedValidation(held_out)
 
 
 def image_sizes(cfg: DataConfig, special: SpecialIds, vision: Mapping[str, Any] | None) -> VisionSettings | None:
@@ -198,7 +194,7 @@ def argument_problems(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     seq_len: int,
-    micro_batch_rows: int,
+    batch_rows: int,
     row_group: int,
     row_groups: int,
     vision: Mapping[str, Any] | None,
@@ -214,8 +210,8 @@ def argument_problems(
             "packing needs several rows to choose from",
         ),
         (
-            micro_batch_rows >= 1 and row_groups >= 1 and micro_batch_rows % row_groups == 0,
-            f"micro_batch_rows={micro_batch_rows}: is the number of rows over all row groups, so it must be a positive "
+            batch_rows >= 1 and row_groups >= 1 and batch_rows % row_groups == 0,
+            f"batch_rows={batch_rows}: is the number of rows over all row groups, so it must be a positive "
             f"multiple of row_groups={row_groups}",
         ),
         (0 <= row_group < row_groups, f"row_group={row_group}: must be in 0..{row_groups - 1}"),

@@ -8,12 +8,12 @@ from pathlib import Path
 from data.document import Document, Position, Reading
 from data.errors import BadRecordPolicy, DataError
 from data.files import File, decode
-from data.sources import _Files
+from data.sources import FileSource
 
 CAPTION = ".txt"
 
 
-class ImageFiles(_Files):
+class ImageFiles(FileSource):
     """A source that makes one document of each image: the image, then its caption. The caption is the text of the file
     beside the image that has the same name with the suffix .txt. A position is the number of the file after the last
     one that has been read.
@@ -23,7 +23,7 @@ class ImageFiles(_Files):
 
     def identity(self, content: bool = True) -> str:
         captions = [File(caption_of(file.path), file.name) for file in self.files]
-        return f"{super().identity(content)} {_Files(captions).identity(content)}"
+        return f"{super().identity(content)} {FileSource(captions).identity(content)}"
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         from data.images import open_picture  # needs Pillow and torch

@@ -40,8 +40,8 @@ class TrainLoader:
 
     Args:
         rows: the iterator over packed rows of one source, or of a mixture of sources; or the lanes of this rank.
-        micro_batch_rows: number of rows of a batch over all row groups (see `build_loaders`); this rank gets
-            `micro_batch_rows / row_groups` of them.
+        batch_rows: number of rows that all row groups together take at a time (see `build_loaders`); this rank gets
+            `batch_rows / row_groups` of them.
         fingerprint: the settings that must be unchanged for a saved position to be valid.
     """
 
@@ -49,13 +49,13 @@ class TrainLoader:
         self,
         rows: RowReader | MixedRows | LaneRows,
         collator: Collator,
-        micro_batch_rows: int,
+        batch_rows: int,
         row_group: int,
         row_groups: int,
         fingerprint: dict[str, Any],
     ):
         self.rows, self.collator, self.fingerprint = rows, collator, fingerprint
-        self.micro_batch_rows, self.rows_per_rank = micro_batch_rows, micro_batch_rows // row_groups
+        self.batch_rows, self.rows_per_rank = batch_rows, batch_rows // row_groups
         self.row_group = row_group
         self._handed_out: _Place | None = None  # while `ahead` is used: the place behind the batch yielded last
 
@@ -94,7 +94,7 @@ class TrainLoader:
     def __next__(self) -> Batch:
         first = self.row_group * self.rows_per_rank
         own = slice(first, first + self.rows_per_rank)
-        return self.collator.collate(self.rows.next_rows(self.micro_batch_rows, own))
+        return self.collator.collate(self.rows.next_rows(self.batch_rows, own))
 
     def ahead(self, finish: Callable[[Batch], Finished], depth: int) -> Generator[Finished, None, None]:
         """Yield `finish(batch)` for each of the next batches. A background thread reads and finishes up to `depth`
@@ -178,7 +178,7 @@ class ValidationLoader:
         self,
         held_out: PackingWindow,
         collator: Collator,
-        micro_batch_rows: int,
+        batch_rows: int,
         row_group: int,
         row_groups: int,
         limit: int = 0,
@@ -187,7 +187,7 @@ class ValidationLoader:
         store, rows = held_out.store, held_out.rows
         rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])
         self.window, self.collator = replace(held_out, rows=rows), collator
-        self.micro_batch_rows, self.row_group, self.row_groups = micro_batch_rows, row_group, row_groups
+        self.batch_rows, self.row_group, self.row_groups = batch_rows, row_group, row_groups
         self.stats = Stats()
         self.stats.add_store(store)
         self.stats.add_rows(rows, collator.seq_len)
@@ -201,11 +201,11 @@ class ValidationLoader:
         return self.target_bytes / self.target_tokens
 
     def __len__(self) -> int:
-        return math.ceil(len(self.window.rows) / self.micro_batch_rows)
+        return math.ceil(len(self.window.rows) / self.batch_rows)
 
     def __iter__(self) -> Iterator[Batch]:
-        for first in range(0, len(self.window.rows), self.micro_batch_rows):
-            numbers = list(range(first, min(first + self.micro_batch_rows, len(self.window.rows))))
+        for first in range(0, len(self.window.rows), self.batch_rows):
+            numbers = list(range(first, min(first + self.batch_rows, len(self.window.rows))))
             numbers += [-1] * (-len(numbers) % self.row_groups)
             count = len(numbers) // self.row_groups
             mine = numbers[self.row_group * count : (self.row_group + 1) * count]

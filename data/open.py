@@ -20,7 +20,7 @@ from data.errors import DataError, NetworkError
 from data.files import File, find_files, stdlib_files, suffix_of
 from data.network import retried
 from data.records import RECORD_SUFFIXES
-from data.sources import HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
+from data.sources import FileSource, HashSplit, HubDataset, ImageTextLines, JsonLines, Parquet, RecordFiles, TextFiles
 
 Sources = tuple[Source, Source]  # training, validation
 # Every folder that `datasets` has saved has one of these files
@@ -36,8 +36,8 @@ def open_sources(cfg: DataConfig) -> Sources:
     opened: Sources = pkgutil.resolve_name(SOURCES[cfg.source].opener)(cfg)
     for source in opened:
         files = source.source if isinstance(source, HashSplit) else source
-        if hasattr(files, "hashes"):
-            files.hashes = cfg.cache_path
+        if isinstance(files, FileSource):
+            files.hash_cache = cfg.cache_path
     return opened
 
 

@@ -37,7 +37,7 @@ from data.records import Item, name_of, read_records, without_nulls
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 
 
-class _Files:
+class FileSource:
     """The base class of sources that read files. The names of the subclasses are part of saved positions (see
     `identity`), so they must not change.
     """
@@ -48,7 +48,7 @@ class _Files:
     def __init__(self, files: list[File]):
         self.files = files
         self.own = WHOLE  # the share of the files that is read
-        self.hashes: Path | None = None  # a folder that keeps the hash of the files' contents
+        self.hash_cache: Path | None = None  # a folder that keeps the hash of the files' contents
 
     def share(self, share: Share) -> Self:
         """Returns a source of one share of the documents; see `deal_files`. `identity` stays that of the whole
@@ -69,10 +69,10 @@ class _Files:
         """Returns a hash of the name of the source's class, of the field, and of the name and content of each file.
         With `content=False`, the size of a file replaces its content.
         """
-        return files_hash(self.files, f"{type(self).__name__} {self.field}", content, self.hashes)
+        return files_hash(self.files, f"{type(self).__name__} {self.field}", content, self.hash_cache)
 
 
-class TextFiles(_Files):
+class TextFiles(FileSource):
     """A source that makes one document of each text file. A position is the number of the file after the last one that
     has been read.
     """
@@ -156,14 +156,14 @@ class _Records:
             done = 0
 
 
-class RecordFiles(_Files, _Records):
+class RecordFiles(FileSource, _Records):
     """A source that reads files of records (see `data/records.py`). A position between two records is [index of the
     file, *position inside the file]. Between two documents of the same record, a position is [position before the
     record, number of documents of the record already used].
     """
 
     def __init__(self, files: list[File], field: str, format: str = "auto"):
-        _Files.__init__(self, files)
+        FileSource.__init__(self, files)
         _Records.__init__(self, field, format)
 
     def identity(self, content: bool = True) -> str:

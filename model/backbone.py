@@ -96,15 +96,15 @@ class Block(nn.Module):
         lookup: Lookup | None,
         layout: SequenceLayout,
         runtime: ForwardOptions,
-        replay: Tensor | None = None,
+        replayed_experts: Tensor | None = None,
         cache: LayerCache | None = None,
         for_drafter: bool = False,
         first: FirstPass | None = None,
     ) -> BlockOutput:
         """Run the block. In single-pass mHC, the input of a sublayer is collapsed with coefficients of the previous
-        sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replay` int64 [T, k]: experts to use, see
-        `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: the results
-        of the first pass, given in recomputation.
+        sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replayed_experts` int64 [T, k]: experts to
+        use, see `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: the
+        results of the first pass, given in recomputation.
         """
         first_shared, first_moe = first or (None, None)
         with using(runtime.kernels):
@@ -117,7 +117,11 @@ class Block(nn.Module):
             pre_mix = mix.pre
             mix = self.hc_ffn(streams)
             y, routing = self.ffn(
-                collapse_normed(streams, pre_mix, self.ffn_norm), layout, replay, first_moe, runtime.dispatch == "fp8"
+                collapse_normed(streams, pre_mix, self.ffn_norm),
+                layout,
+                replayed_experts,
+                first_moe,
+                runtime.dispatch == "fp8",
             )
             state = BlockState(expand(streams, y, mix.post, mix.comb), mix.pre, attended.shared)
         reported = (
@@ -458,10 +462,10 @@ class DeepseekV41(nn.Module):
         dense_mass: dict[int, Tensor] = {}
         host = HostCopies() if self.runtime.offload == "inputs" else None
         for layer in layers:
-            replay = None if routing is None else routing[:, layer]
+            replayed_experts = None if routing is None else routing[:, layer]
             if keep_streams:
                 streams.append(state.streams)
-            result = self.run_block(layer, state, lookups, layout, replay, None, layer in for_drafter, host)
+            result = self.run_block(layer, state, lookups, layout, replayed_experts, None, layer in for_drafter, host)
             state = result.state
             for sums, part in ((mass, result.attention_mass), (dense_mass, result.dense_attention_mass)):
                 if part is not None:
@@ -503,17 +507,17 @@ class DeepseekV41(nn.Module):
         state: BlockState,
         lookups: dict[int, Lookup],
         layout: SequenceLayout,
-        replay: Tensor | None = None,
+        replayed_experts: Tensor | None = None,
         step: Step | None = None,
         for_drafter: bool = False,
         host: HostCopies | None = None,
     ) -> BlockOutput:
-        """Run one block on the tokens of the layout, and remove the block's entry from `lookups`. `replay` int64 [T,
-        k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens; `host`: where the streams are
-        kept until the block is recomputed.
+        """Run one block on the tokens of the layout, and remove the block's entry from `lookups`. `replayed_experts`
+        int64 [T, k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens; `host`: where the
+        streams are kept until the block is recomputed.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
-        arguments = (state, lookup, layout, self.runtime, replay, step and step.layer(layer), for_drafter)
+        arguments = (state, lookup, layout, self.runtime, replayed_experts, step and step.layer(layer), for_drafter)
         return recomputation.run(self.layers[layer], *arguments, recompute=self.runtime.recompute, host=host)
 
     def prefill_kv(self, layer: int, state: BlockState, step: Step) -> None:

@@ -72,26 +72,26 @@ class Gate(nn.Module):
         self.register_buffer("bias_vl", torch.zeros(experts, dtype=torch.float32))
 
     def forward(
-        self, x: Tensor, image: Tensor | None, replay: Tensor | None = None, first: MoEFirstPass | None = None
+        self, x: Tensor, image: Tensor | None, replayed_experts: Tensor | None = None, first: MoEFirstPass | None = None
     ) -> Routing:
-        """Route the tokens x [T, d]; image bool [T] marks image tokens (None: text only). replay int64 [T, k]: experts
-        to use instead of the router's choice, where not -1. Replayed experts are weighted by the current scores, so
-        that the weights of the router still get gradients. `first` is given in recomputation: the experts chosen in the
-        first pass are used again.
+        """Route the tokens x [T, d]; image bool [T] marks image tokens (None: text only). replayed_experts int64 [T,
+        k]: experts to use instead of the router's choice, where not -1. Replayed experts are weighted by the current
+        scores, so that the weights of the router still get gradients. `first` is given in recomputation: the experts
+        chosen in the first pass are used again.
         """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
-            indices = self._choose(scores.detach(), image, replay) if first is None else first.indices
+            indices = self._choose(scores.detach(), image, replayed_experts) if first is None else first.indices
             weights = scores.gather(1, indices)
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
         if first is not None:
-            return Routing(indices, weights, scores, first.load, first.rows)
-        return Routing(indices, weights, scores, count_load(indices, image, len(self.bias)))
+            return Routing(indices, weights, scores, load=first.load, rows=first.rows)
+        return Routing(indices, weights, scores, load=count_load(indices, image, len(self.bias)))
 
-    def _choose(self, scores: Tensor, image: Tensor | None, replay: Tensor | None) -> Tensor:
+    def _choose(self, scores: Tensor, image: Tensor | None, replayed_experts: Tensor | None) -> Tensor:
         bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
         indices = (scores + bias).topk(self.k, dim=-1).indices
-        return indices if replay is None else torch.where(replay >= 0, replay, indices)
+        return indices if replayed_experts is None else torch.where(replayed_experts >= 0, replayed_experts, indices)
 
 
 class Experts(Watched, Rounds):
@@ -216,15 +216,15 @@ class MoE(nn.Module):
         self,
         x: Tensor,
         layout: SequenceLayout,
-        replay: Tensor | None = None,
+        replayed_experts: Tensor | None = None,
         first: MoEFirstPass | None = None,
         fp8: bool = False,
     ) -> tuple[Tensor, Routing]:
-        """Returns the output [T, d] for x [T, d], and the routing. replay: see `Gate`; first: the results of the first
-        pass, given in recomputation; fp8: see `Experts`. The routing is returned and not stored, so that recomputation
-        does not count tokens twice.
+        """Returns the output [T, d] for x [T, d], and the routing. replayed_experts: see `Gate`; first: the results of
+        the first pass, given in recomputation; fp8: see `Experts`. The routing is returned and not stored, so that
+        recomputation does not count tokens twice.
         """
-        routing = self.gate(x, layout.image, replay, first)
+        routing = self.gate(x, layout.image, replayed_experts, first)
         if first is None and self.ranks.size > 1:
             load = routing.load.sum(0).view(self.ranks.size, -1)
             routing = routing._replace(rows=exchange_counts(load, self.ranks))

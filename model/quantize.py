@@ -175,8 +175,9 @@ KV_MAIN = KVFormat(fake_quant_fp4, _fp4_parts, 16, torch.uint8, torch.float8_e4m
 
 
 def main_kv_format(kv_quant: bool) -> KVFormat | None:
-    """The format of the main KV, or None if it is not quantised. Training (fake quantisation) and the cache (packed
-    storage) both call this function, so that they use the same format.
+    """The format of the main KV, or None if it is not quantised. Training (fake quantisation), the gather of packed
+    entries under context parallelism and the cache (packed storage) call this function, so that they use the same
+    format.
     """
     return KV_MAIN if kv_quant else None
 

@@ -335,7 +335,7 @@ def open_data(
         config.data,
         tokenizer,
         seq_len=config.task.seq_len,
-        micro_batch_rows=task.division_of_step(world.row_groups)[0] * world.row_groups,
+        batch_rows=task.division_of_step(world.row_groups)[0] * world.row_groups,
         seed=config.seed,
         row_group=world.row_group,
         row_groups=world.row_groups,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.parallel.exchange import exchange
 from model.parallel.ranks import RankGroup
-from model.quantize import KV_INDEX, KV_MAIN, KVFormat
+from model.quantize import KV_INDEX, KVFormat, main_kv_format
 from model.summed_gradients import without_memory
 
 
@@ -88,7 +88,7 @@ def gather_entries(
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
     """
-    return _GatherSlots.apply(kv, keys, plan, ranks, (KV_MAIN, KV_INDEX) if packed else (None, None))
+    return _GatherSlots.apply(kv, keys, plan, ranks, (main_kv_format(packed), KV_INDEX if packed else None))
 
 
 class _GatherSlots(torch.autograd.Function):

@@ -45,7 +45,7 @@ def default(tmp_path_factory):
     """Configuration, tokenizer and loaders of the default source at a row length of 1,024."""
     cfg = DataConfig(cache_dir=str(tmp_path_factory.mktemp("cache")))
     tokenizer = load_tokenizer(cfg)
-    return cfg, tokenizer, *build_loaders(cfg, tokenizer, seq_len=1024, micro_batch_rows=4)
+    return cfg, tokenizer, *build_loaders(cfg, tokenizer, seq_len=1024, batch_rows=4)
 
 
 @pytest.fixture

@@ -57,15 +57,15 @@ def test_tokenizer_training_and_validation_read_a_file_for_its_hash_once(tmp_pat
     reads = []
     monkeypatch.setattr("data.files._read_hash", lambda path, advance: reads.append(path) or b"hash")
     cfg = DataConfig("jsonl", [str(path)], cache_dir=str(tmp_path / "cache"), vocab_size=512, validation_share=0.3)
-    build_loaders(cfg, load_tokenizer(cfg), seq_len=64, micro_batch_rows=2)
+    build_loaders(cfg, load_tokenizer(cfg), seq_len=64, batch_rows=2)
     assert reads == [path]
 
 
 def test_every_problem_of_the_arguments_is_reported_at_once(tokenizer):
     cfg = DataConfig(source="digits", window_tokens=0)
     with pytest.raises(ValueError) as caught:
-        build_loaders(cfg, tokenizer, seq_len=1, micro_batch_rows=3, row_group=2, row_groups=2)
-    for key in ("window_tokens=0", "seq_len=1", "micro_batch_rows=3", "row_group=2", "vision_config"):
+        build_loaders(cfg, tokenizer, seq_len=1, batch_rows=3, row_group=2, row_groups=2)
+    for key in ("window_tokens=0", "seq_len=1", "batch_rows=3", "row_group=2", "vision_config"):
         assert key in str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_the_data_are_hashed_and_the_held_out_rows_packed_by_one_process(tmp_pat
             answers = iter(list(results))
             once = first if rank == 0 else lambda make, answers=answers: next(answers)
             tokenizer = load_tokenizer(cfg, once)
-            build_loaders(cfg, tokenizer, seq_len=64, micro_batch_rows=3, row_group=rank, row_groups=3, once=once)
+            build_loaders(cfg, tokenizer, seq_len=64, batch_rows=3, row_group=rank, row_groups=3, once=once)
         assert sorted(hashed) == sorted(tmp_path.glob("*.txt")) and len(packed) == start + 1
         results.clear()
     os.utime(tmp_path / "3.txt", (1e9, 1e9 + 1))

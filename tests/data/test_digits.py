@@ -40,7 +40,7 @@ def test_a_missing_library_is_named(monkeypatch):
 @pytest.fixture(scope="module")
 def loaders(tokenizer):
     cfg = DataConfig(source="digits", validation_share=0.1)
-    return build_loaders(cfg, tokenizer, seq_len=64, micro_batch_rows=4, seed=3, vision=VISION)
+    return build_loaders(cfg, tokenizer, seq_len=64, batch_rows=4, seed=3, vision=VISION)
 
 
 def test_batches_supervise_the_names_and_see_the_images(loaders, tokenizer):

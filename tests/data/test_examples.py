@@ -50,7 +50,7 @@ def test_digits_are_conversations_with_images(tmp_path, tokenizer):
     assert len(names) == 10
     paths = [str(tmp_path / f"{split}.jsonl") for split in ("train", "valid")]
     cfg = DataConfig(source="chat", field="messages", paths=paths[:1], validation_paths=paths[1:])
-    _, valid = build_loaders(cfg, tokenizer, seq_len=128, micro_batch_rows=2, vision=VISION)
+    _, valid = build_loaders(cfg, tokenizer, seq_len=128, batch_rows=2, vision=VISION)
     batch = next(iter(valid))
     assert len(batch["image_grid_hws"]) == int((batch["seq_lens"] > 0).sum())
 

@@ -22,9 +22,7 @@ def test_a_folder_of_images_with_captions_beside_them(tmp_path, tokenizer):
         picture, caption = document.parts
         assert document.file == picture.key and Path(document.file).with_suffix(".txt").read_text() == caption
     known = train.identity()
-    batch = next(
-        build_loaders(cfg, tokenizer, seq_len=64, micro_batch_rows=1, vision=vars(VisionSettings(4, 2, 40, 64)))[0]
-    )
+    batch = next(build_loaders(cfg, tokenizer, seq_len=64, batch_rows=1, vision=vars(VisionSettings(4, 2, 40, 64)))[0])
     assert len(batch["image_grid_hws"]) >= 2
     (tmp_path / "page3.txt").write_text("Another caption.")
     assert open_sources(cfg)[0].identity() != known

@@ -150,7 +150,7 @@ def test_images_are_decoded_once_to_check_them_and_then_only_when_they_are_used(
     monkeypatch.setattr("data.collate.load_picture", counted)
     cfg = images(folder)
     for expected in (4, 0):  # the cache keeps size and key
-        train, _ = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=2, vision=vars(SETTINGS))
+        train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=2, vision=vars(SETTINGS))
         assert len(decoded) == expected
         batch = next(train)
         assert len(decoded) == expected + len(batch["image_grid_hws"])
@@ -170,7 +170,7 @@ def test_images_that_came_as_bytes_are_kept_in_the_cache(folder, tokenizer, tmp_
     cfg.paths = [str(tmp_path / "chats.jsonl")]
     found = []
     for _ in range(2):
-        train, _ = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=2, vision=vars(SETTINGS))
+        train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=2, vision=vars(SETTINGS))
         found.append(next(train))
     assert torch.equal(found[0]["pixel_values"], found[1]["pixel_values"]) and len(found[0]["image_grid_hws"])
     expected = [preprocess(load_picture(open_picture(one, "", 0)), SETTINGS)[0] for one in data]
@@ -182,19 +182,19 @@ def test_a_damaged_image_stops_the_run_or_costs_its_document_the_labels(folder, 
     (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:-200])
     (folder / "bad.jsonl").write_text(record("@cut.png", "text") + record("fine"))
     with pytest.raises(DataError, match="bad.jsonl:1: corrupt image: .*cut.png"):
-        build_loaders(images(folder, "bad"), tokenizer, seq_len=160, micro_batch_rows=1, vision=vars(SETTINGS))
+        build_loaders(images(folder, "bad"), tokenizer, seq_len=160, batch_rows=1, vision=vars(SETTINGS))
     cfg = images(folder, "bad", on_error="skip")
-    train, _ = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=1, vision=vars(SETTINGS))
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=1, vision=vars(SETTINGS))
     assert train.stats.skipped == {"corrupt image": 1} and train.stats.documents == 1
     # A stream does not decode ahead: the image is found damaged when it is used.
     cfg.streaming, cfg.validation_rows, cfg.shuffle = True, 1, False
-    train, _ = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=1, vision=vars(SETTINGS))
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=1, vision=vars(SETTINGS))
     batch = next(train)
     first, second = batch["seq_lens"][0, :2].tolist()
     assert (batch["labels"][0, :first] == -100).all() and (batch["labels"][0, first + 1 : first + second] >= 0).all()
     assert batch["pixel_values"].abs().max() < 0.01 and train.collator.policy.skipped == {"corrupt image": 1}
     cfg.on_error = "stop"
-    train, _ = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=1, vision=vars(SETTINGS))
+    train, _ = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=1, vision=vars(SETTINGS))
     with pytest.raises(DataError, match="bad.jsonl:1: corrupt image"):
         next(train)
 
@@ -242,7 +242,7 @@ def test_a_batch_carries_its_images_in_order(folder, tokenizer):
         validation_paths=[str(folder / "held.jsonl")],
         window_tokens=1000,
     )
-    train, valid = build_loaders(cfg, tokenizer, seq_len=160, micro_batch_rows=2, vision=vars(vision))
+    train, valid = build_loaders(cfg, tokenizer, seq_len=160, batch_rows=2, vision=vars(vision))
     special = special_ids(tokenizer)
     batch = next(train)
     types, ids, labels = batch["vision_token_types"], batch["input_ids"], batch["labels"]
@@ -276,7 +276,7 @@ def _equals(a, b):
 def test_a_document_whose_image_does_not_fit_a_row_is_refused(folder, tokenizer):
     cfg = DataConfig(source="image_text", field="content", paths=[str(folder / "train.jsonl")], window_tokens=1000)
     with pytest.raises(DataError, match="train.jsonl:2: image document longer than a row"):
-        build_loaders(cfg, tokenizer, seq_len=16, micro_batch_rows=1, vision=vars(VisionSettings(4, 2, 40, 64)))
+        build_loaders(cfg, tokenizer, seq_len=16, batch_rows=1, vision=vars(VisionSettings(4, 2, 40, 64)))
 
 
 # What a viewer shows is what is trained on: every way in which a file's pixel values are not its picture.

@@ -64,7 +64,7 @@ def config(folder, source="jsonl", **options):
 
 def ranks_of(cfg, tokenizer, count, rows=1, length=32):
     """The loaders of `count` ranks, each with `rows` rows of a batch."""
-    sizes = {"seq_len": 32, "train_seq_len": length, "micro_batch_rows": count * rows, "row_groups": count}
+    sizes = {"seq_len": 32, "train_seq_len": length, "batch_rows": count * rows, "row_groups": count}
     return [build_loaders(cfg, tokenizer, **sizes, seed=1, row_group=rank)[0] for rank in range(count)]
 
 
@@ -124,9 +124,7 @@ def test_a_rank_tokenises_what_it_trains_on_however_many_ranks_there_are(tokeniz
     monkeypatch.setattr(Encoder, "encode", counted)
     found = {}
     for world in (1, 4, 16):
-        loader, _ = build_loaders(
-            cfg, tokenizer, seq_len=128, micro_batch_rows=world, seed=1, row_group=0, row_groups=world
-        )
+        loader, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_rows=world, seed=1, row_group=0, row_groups=world)
         seen.clear()
         for _ in range(40):
             next(loader)

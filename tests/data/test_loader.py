@@ -15,7 +15,7 @@ SEQ = 96
 
 
 def loaders(cfg, tokenizer, **options):
-    return build_loaders(cfg, tokenizer, **{"seq_len": SEQ, "micro_batch_rows": 4, "seed": 1} | options)
+    return build_loaders(cfg, tokenizer, **{"seq_len": SEQ, "batch_rows": 4, "seed": 1} | options)
 
 
 def take(loader, count):
@@ -76,7 +76,7 @@ def one_epoch(train):
 @pytest.mark.parametrize("kind", ["folder", "stream"])
 def test_an_epoch_holds_every_document_exactly_once_from_bos_to_eos(kind, request, tokenizer):
     cfg = request.getfixturevalue(kind)
-    train, _ = loaders(cfg, tokenizer, micro_batch_rows=1)
+    train, _ = loaders(cfg, tokenizer, batch_rows=1)
     special = special_ids(tokenizer)
     found = Counter(token for batch in one_epoch(train) for piece in pieces(batch) for token in piece)
     expected = Counter()
@@ -86,7 +86,7 @@ def test_an_epoch_holds_every_document_exactly_once_from_bos_to_eos(kind, reques
 
 
 def test_pieces_of_a_cut_document_continue_each_other(folder, tokenizer):
-    train, _ = loaders(folder, tokenizer, micro_batch_rows=1)
+    train, _ = loaders(folder, tokenizer, batch_rows=1)
     found = [piece for batch in one_epoch(train) for piece in pieces(batch)]
     special = special_ids(tokenizer)
     document = next(iter(open_sources(folder)[0].read(BadRecordPolicy("stop"))))[0]
@@ -105,7 +105,7 @@ def test_order_depends_on_seed_and_epoch_and_nothing_else(folder, tokenizer):
     first = take(loaders(folder, tokenizer)[0], 40)
     assert same(first, take(loaders(folder, tokenizer)[0], 40))
     assert not same(first[:3], take(loaders(folder, tokenizer, seed=2)[0], 3))
-    train, _ = loaders(folder, tokenizer, micro_batch_rows=1)
+    train, _ = loaders(folder, tokenizer, batch_rows=1)
     epochs = [one_epoch(train)]
     state = train.state_dict() | {"epoch": 1, "window": 0, "row": 0, "start": None}
     train.load_state_dict(state)
@@ -135,9 +135,9 @@ def test_the_global_batch_is_the_same_for_any_world_size(kind, world_size, reque
 def test_rows_are_shuffled_and_none_is_lost(kind, request, tokenizer):
     cfg = request.getfixturevalue(kind)
     cfg.window_tokens = 10**6  # one window an epoch
-    shuffled = [piece for batch in one_epoch(loaders(cfg, tokenizer, micro_batch_rows=1)[0]) for piece in pieces(batch)]
+    shuffled = [piece for batch in one_epoch(loaders(cfg, tokenizer, batch_rows=1)[0]) for piece in pieces(batch)]
     cfg.shuffle = False
-    plain = [piece for batch in one_epoch(loaders(cfg, tokenizer, micro_batch_rows=1)[0]) for piece in pieces(batch)]
+    plain = [piece for batch in one_epoch(loaders(cfg, tokenizer, batch_rows=1)[0]) for piece in pieces(batch)]
 
     assert shuffled != plain
     if kind == "stream":  # its documents keep their order, so packing is the same and only rows move
@@ -151,7 +151,7 @@ def test_rows_are_shuffled_and_none_is_lost(kind, request, tokenizer):
 @pytest.mark.parametrize("kind", ["folder", "stream"])
 def test_a_saved_position_resumes_exactly_at_every_batch(kind, request, tokenizer):
     cfg = request.getfixturevalue(kind)
-    train, _ = loaders(cfg, tokenizer, micro_batch_rows=3)
+    train, _ = loaders(cfg, tokenizer, batch_rows=3)
     states, batches = [], []
     for _ in range(60):  # several windows and more than an epoch
         states.append(json.dumps(train.state_dict()))
@@ -160,7 +160,7 @@ def test_a_saved_position_resumes_exactly_at_every_batch(kind, request, tokenize
     window = last["window"] if kind == "folder" else last["positions"]["0"]["sources"][""]["window"]
     assert train.epoch >= 1 and window + train.epoch >= 2
     assert max(map(len, states)) < 2_000
-    other, _ = loaders(cfg, tokenizer, micro_batch_rows=3)
+    other, _ = loaders(cfg, tokenizer, batch_rows=3)
     for at in (0, 1, 17, 40, 59, 5):  # also backwards, and over what the reading thread has prepared
         other.load_state_dict(json.loads(states[at]))
         assert same(take(other, min(8, 60 - at)), batches[at : at + 8])
@@ -170,7 +170,7 @@ def test_a_saved_position_resumes_exactly_at_every_batch(kind, request, tokenize
 def test_reading_ahead_changes_neither_batches_nor_positions(kind, request, tokenizer):
     """The saved position is that of the batch handed out, however far the thread has read."""
     cfg, threads = request.getfixturevalue(kind), set()
-    plain, ahead = (loaders(cfg, tokenizer, micro_batch_rows=3)[0] for _ in range(2))
+    plain, ahead = (loaders(cfg, tokenizer, batch_rows=3)[0] for _ in range(2))
 
     def finish(batch):
         threads.add(threading.current_thread().name)
@@ -182,7 +182,7 @@ def test_reading_ahead_changes_neither_batches_nor_positions(kind, request, toke
         assert same([next(plain)], [next(batches)])
         assert ahead.state_dict() == plain.state_dict()
     assert threads == {"batches_0"}
-    other = loaders(cfg, tokenizer, micro_batch_rows=3)[0]
+    other = loaders(cfg, tokenizer, batch_rows=3)[0]
     other.load_state_dict(ahead.state_dict())
     assert same(take(other.ahead(dict, 2), 3), take(plain, 3))
 
@@ -202,10 +202,10 @@ def test_an_error_of_the_reading_thread_comes_in_place_of_its_batch(folder, toke
 
 
 def test_a_position_moves_to_another_world_and_batch_size(folder, tokenizer):
-    train, _ = loaders(folder, tokenizer, micro_batch_rows=4)
+    train, _ = loaders(folder, tokenizer, batch_rows=4)
     take(train, 5)
     state, following = train.state_dict(), take(train, 2)
-    ranks = [loaders(folder, tokenizer, micro_batch_rows=2, row_group=rank, row_groups=2)[0] for rank in (0, 1)]
+    ranks = [loaders(folder, tokenizer, batch_rows=2, row_group=rank, row_groups=2)[0] for rank in (0, 1)]
     for rank in ranks:
         rank.load_state_dict(state)
     rows = [next(rank)["input_ids"] for _ in range(4) for rank in ranks]
@@ -224,7 +224,7 @@ def test_longer_rows_lose_and_repeat_no_token_and_resume_exactly(kind, request, 
 
     def opened(length, position=None):
         rows = 576 // length
-        loader, valid = loaders(cfg, tokenizer, micro_batch_rows=1, step_rows=rows, train_seq_len=length)
+        loader, valid = loaders(cfg, tokenizer, batch_rows=1, step_rows=rows, train_seq_len=length)
         if position is not None:
             loader.load_state_dict(json.loads(position))
         assert loader.seq_len == length and next(iter(valid))["input_ids"].shape[1] == SEQ
@@ -246,7 +246,7 @@ def test_longer_rows_lose_and_repeat_no_token_and_resume_exactly(kind, request, 
         while train.epoch == 0:
             batches.append(next(train))
         used = Counter(token for batch in batches[:-1] for token in tokens_of(batch))
-        whole = one_epoch(loaders(cfg, tokenizer, micro_batch_rows=1)[0])
+        whole = one_epoch(loaders(cfg, tokenizer, batch_rows=1)[0])
         assert used == Counter(token for batch in whole for token in tokens_of(batch))
 
 
@@ -279,7 +279,7 @@ def test_validation_is_finite_repeatable_and_the_same_for_every_seed(folder, tok
 def test_validation_rows_limit_what_is_evaluated(kind, request, tokenizer):
     cfg = request.getfixturevalue(kind)
     cfg.validation_rows = 3
-    _, valid = loaders(cfg, tokenizer, micro_batch_rows=2)
+    _, valid = loaders(cfg, tokenizer, batch_rows=2)
     assert [len(batch["input_ids"]) for batch in valid] == [2, 1]
 
 
@@ -315,7 +315,7 @@ def test_bytes_per_token_is_exact(kind, request, tokenizer):
 
 
 def test_train_and_validation_share_no_document(folder, tokenizer):
-    train, valid = loaders(folder, tokenizer, micro_batch_rows=1)
+    train, valid = loaders(folder, tokenizer, batch_rows=1)
     firsts = [{tuple(p[:20]) for b in batches for p in pieces(b) if p[0] == 0} for batches in (one_epoch(train), valid)]
     assert firsts[0] and firsts[1] and not firsts[0] & firsts[1]
 

@@ -35,7 +35,7 @@ def mixture(tmp_path):
 
 
 def loaders(mixture, tokenizer, **options):
-    return build_loaders(mixture, tokenizer, seq_len=64, **{"micro_batch_rows": 2, "seed": 3, **options})
+    return build_loaders(mixture, tokenizer, seq_len=64, **{"batch_rows": 2, "seed": 3, **options})
 
 
 def test_tokens_follow_the_weights(mixture, tokenizer):
@@ -81,9 +81,9 @@ def test_a_mixture_continues_exactly_and_is_the_same_on_several_processes(mixtur
 
 def test_a_source_alone_gives_its_rows_in_the_same_order(mixture, tokenizer):
     alone = mixture.parts()["text"]
-    single, _ = loaders(alone, tokenizer, micro_batch_rows=1)
+    single, _ = loaders(alone, tokenizer, batch_rows=1)
     mixture.mixture = {"text": mixture.mixture["text"]}
-    mixed, _ = loaders(mixture, tokenizer, micro_batch_rows=1)
+    mixed, _ = loaders(mixture, tokenizer, batch_rows=1)
     assert all(torch.equal(next(single)["input_ids"], next(mixed)["input_ids"]) for _ in range(30))
 
 
@@ -105,7 +105,7 @@ def test_images_and_text_seven_to_one(tokenizer, tmp_path):
     sources = {"text": {"weight": 7, "source": "stdlib"}, "images": {"weight": 1, "source": "digits"}}
     pytest.importorskip("sklearn")
     cfg = DataConfig(cache_dir=str(tmp_path / "cache"), mixture=sources)
-    train, _ = build_loaders(cfg, tokenizer, seq_len=128, micro_batch_rows=4, vision=VISION)
+    train, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_rows=4, vision=VISION)
     images = sum(len(next(train)["image_grid_hws"]) for _ in range(20))
     progress = train.sources()
     assert images > 0 and 5.5 < progress["text"]["tokens"] / progress["images"]["tokens"] < 8.5
@@ -146,7 +146,7 @@ def test_a_mixture_is_checked_whole(mixture, tokenizer):
 )
 def test_what_is_wrong_with_a_source_is_named(entry, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        build_loaders(DataConfig(mixture={"bad": entry}), tokenizer, seq_len=64, micro_batch_rows=1)
+        build_loaders(DataConfig(mixture={"bad": entry}), tokenizer, seq_len=64, batch_rows=1)
 
 
 def test_a_source_without_documents_is_named(mixture, tokenizer, tmp_path):

@@ -147,7 +147,7 @@ def test_pretokenised_texts(tokenizer, tmp_path):
         cfg = DataConfig(
             "jsonl", [path], [str(tmp_path / f"held-{name}")], cache_dir=str(tmp_path / "cache"), window_tokens=999
         )
-        train, valid = build_loaders(cfg, tokenizer, seq_len=16, micro_batch_rows=2, seed=1)
+        train, valid = build_loaders(cfg, tokenizer, seq_len=16, batch_rows=2, seed=1)
         made.append((next(train), valid.target_tokens, valid.target_bytes, train.stats.bytes))
     for key in ("input_ids", "labels"):
         assert (made[0][0][key] == made[1][0][key]).all()
@@ -174,4 +174,4 @@ def test_bad_token_records_are_refused(record, reason, tokenizer, tmp_path):
     cfg = DataConfig("jsonl", [str(tmp_path / "a.jsonl")], [str(tmp_path / "held.jsonl")], window_tokens=99)
     cfg.cache_dir = str(tmp_path / "cache")
     with pytest.raises(DataError, match=f"a.jsonl:1: {reason}"):
-        build_loaders(cfg, tokenizer, seq_len=16, micro_batch_rows=2)
+        build_loaders(cfg, tokenizer, seq_len=16, batch_rows=2)

@@ -209,7 +209,7 @@ def test_parquet_and_saved_data_sets_train_and_resume_exactly(kind, streaming, t
     cfg.window_tokens, cfg.cache_dir = 150, str(tmp_path / "cache")
 
     def loader():
-        return build_loaders(cfg, tokenizer, seq_len=16, micro_batch_rows=2)[0]
+        return build_loaders(cfg, tokenizer, seq_len=16, batch_rows=2)[0]
 
     states, batches, first = [], [], loader()
     while first.epoch < 2:
@@ -226,7 +226,7 @@ def test_a_streamed_dataset_trains_for_several_epochs(dataset_folder, tokenizer,
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     cfg = DataConfig(source="hub", paths=[dataset_folder], streaming=True, validation_rows=1, validation_share=0.2)
     cfg.window_tokens = 100
-    loader, _ = build_loaders(cfg, tokenizer, seq_len=16, micro_batch_rows=2)
+    loader, _ = build_loaders(cfg, tokenizer, seq_len=16, batch_rows=2)
     while loader.epoch < 3:
         batch = next(loader)
     state, following = loader.state_dict(), next(loader)

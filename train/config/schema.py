@@ -91,10 +91,10 @@ class TaskConfig:
         """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and
         micro-batches per step. Under context parallelism a group of processes counts as one here.
 
-        The processes first divide the micro-batches of the step among themselves; if there are more processes than
-        micro-batches, they also divide the rows of each micro-batch. Without ``global_batch_rows`` the step counts as
-        one micro-batch. Example: 8 rows with ``micro_batch=1`` on 4 processes give (1, 2); 2 rows with
-        ``micro_batch=2`` on 2 processes give (1, 1).
+        The processes divide the micro-batches of the step among themselves as far as their number has a divisor in
+        common with the number of micro-batches; the rest of the division is over the rows of each micro-batch. Without
+        ``global_batch_rows`` the step counts as one micro-batch. Example: 8 rows with ``micro_batch=1`` on 4 processes
+        give (1, 2); 2 rows with ``micro_batch=2`` on 2 processes give (1, 1).
         """
         count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
         shared = math.gcd(count, row_groups)

@@ -31,7 +31,7 @@ def loader(tokenizer, folder, lines: list[dict], **options):
         "preference", [str(folder / "train.jsonl")], [str(folder / "held.jsonl")], field="messages",
         cache_dir=str(folder / "cache"), window_tokens=8000, shuffle=False, **options,
     )  # fmt: skip
-    return build_loaders(cfg, tokenizer, seq_len=256, micro_batch_rows=1)[0]
+    return build_loaders(cfg, tokenizer, seq_len=256, batch_rows=1)[0]
 
 
 @pytest.mark.parametrize("name", PAIRS)

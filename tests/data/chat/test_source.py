@@ -59,7 +59,7 @@ def test_images_as_path_bytes_and_base64_become_the_same_spans(tokenizer, tmp_pa
     (tmp_path / "held.jsonl").write_text(json.dumps(lines[0]) + "\n")
     cfg = DataConfig("chat", [str(tmp_path / "a.jsonl")], [str(tmp_path / "held.jsonl")], field="messages")
     cfg.cache_dir = str(tmp_path / "cache")
-    train, valid = build_loaders(cfg, tokenizer, seq_len=40, micro_batch_rows=len(lines), vision=VISION)
+    train, valid = build_loaders(cfg, tokenizer, seq_len=40, batch_rows=len(lines), vision=VISION)
     batch = next(iter(train))
     image = "<｜deepseek_image｜>"
     ids, mask = expected(tokenizer, BOS, USER, *[image] * span, "\n\nColour?", ASSISTANT, "</think>", ["Red."], [EOS])
@@ -74,7 +74,7 @@ def test_images_as_path_bytes_and_base64_become_the_same_spans(tokenizer, tmp_pa
 
 
 def test_batches_supervise_every_answer_once_an_epoch(chats, tokenizer):
-    train, valid = build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=1, seed=3)
+    train, valid = build_loaders(chats, tokenizer, seq_len=256, batch_rows=1, seed=3)
     special, seen = special_ids(tokenizer), Counter()
     for loader in (train, valid):
         for batch in loader:
@@ -102,7 +102,7 @@ def test_the_documents_of_a_conversation_stay_on_one_side_of_the_split(chats):
 
 
 def test_bits_per_byte_count_supervised_bytes(chats, tokenizer):
-    _, valid = build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2)
+    _, valid = build_loaders(chats, tokenizer, seq_len=256, batch_rows=2)
     labels = torch.cat([batch["labels"].flatten() for batch in valid])
     assert valid.target_tokens == (labels >= 0).sum()
     text = tokenizer.decode(labels[labels >= 0].tolist(), skip_special_tokens=True)
@@ -110,11 +110,11 @@ def test_bits_per_byte_count_supervised_bytes(chats, tokenizer):
 
 
 def test_a_position_is_exact_and_the_cache_is_read_again(chats, tokenizer):
-    first, _ = build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2, seed=3)
+    first, _ = build_loaders(chats, tokenizer, seq_len=256, batch_rows=2, seed=3)
     for _ in range(5):
         next(first)
     state = json.loads(json.dumps(first.state_dict()))
-    second, _ = build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2, seed=3)
+    second, _ = build_loaders(chats, tokenizer, seq_len=256, batch_rows=2, seed=3)
     second.load_state_dict(state)
     for _ in range(8):
         one, two = next(first), next(second)
@@ -128,18 +128,18 @@ def test_bad_and_overlong_conversations_stop_or_are_counted(chats, tokenizer, tm
     chats.validation_paths = [str(tmp_path / "held.jsonl")]
     (tmp_path / "held.jsonl").write_text(path.read_text().splitlines()[0] + "\n")
     with pytest.raises(DataError, match=r"chats\.jsonl:61: no supervised token"):
-        build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2)
+        build_loaders(chats, tokenizer, seq_len=256, batch_rows=2)
     chats.on_error = "skip"
-    train, _ = build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2)
+    train, _ = build_loaders(chats, tokenizer, seq_len=256, batch_rows=2)
     assert train.stats.skipped == {"no supervised token": 1, "conversation longer than a row": 2}
     assert "skipped 2 x conversation longer than a row" in str(train.stats)
-    train, _ = build_loaders(chats, tokenizer, seq_len=1024, micro_batch_rows=2)
+    train, _ = build_loaders(chats, tokenizer, seq_len=1024, batch_rows=2)
     assert train.stats.skipped == {"no supervised token": 1}, "what is too long depends on the row"
     path.write_text(json.dumps(long) + "\n")
     chats.on_error = "stop"
     too_long = r"chats\.jsonl:1: conversation longer than a row: it has \d+ tokens, a row has 256"
     with pytest.raises(DataError, match=too_long):
-        build_loaders(chats, tokenizer, seq_len=256, micro_batch_rows=2)
+        build_loaders(chats, tokenizer, seq_len=256, batch_rows=2)
 
 
 def test_settings_that_do_not_fit_are_refused(chats, tokenizer):
@@ -151,7 +151,7 @@ def test_settings_that_do_not_fit_are_refused(chats, tokenizer):
     state["model"]["vocab"]["no user"] = state["model"]["vocab"].pop(USER)
     poorer = guard(type(tokenizer).from_str(json.dumps(state)), "test")
     with pytest.raises(ValueError, match="has no <｜User｜>; add these tokens to it or use another tokenizer"):
-        build_loaders(chats, poorer, seq_len=256, micro_batch_rows=2)
+        build_loaders(chats, poorer, seq_len=256, batch_rows=2)
 
 
 def several_answers(count):
@@ -197,12 +197,12 @@ def test_a_stream_of_conversations_trains_and_resumes_exactly(name, tokenizer, t
         "chat", [paths[name]], field="messages", streaming=True, validation_rows=2, validation_share=0.2,
         window_tokens=600, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    first, _ = build_loaders(cfg, tokenizer, seq_len=128, micro_batch_rows=2)
+    first, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_rows=2)
     states, batches = [], []
     while first.epoch < 2:
         states.append(json.loads(json.dumps(first.state_dict())))
         batches.append(next(first))
-    second, _ = build_loaders(cfg, tokenizer, seq_len=128, micro_batch_rows=2)
+    second, _ = build_loaders(cfg, tokenizer, seq_len=128, batch_rows=2)
     for number in range(0, len(states), 3):
         second.load_state_dict(states[number])
         for batch in batches[number : number + 3]:
@@ -252,7 +252,7 @@ def test_pretokenised_records_say_what_is_supervised(tokenizer, tmp_path):
     cfg.validation_paths = [str(tmp_path / "b.jsonl")]
     (tmp_path / "b.jsonl").write_text(json.dumps(lines[0]) + "\n")
     cfg.cache_dir, cfg.shuffle, cfg.window_tokens = str(tmp_path / "cache"), False, 1000
-    train, valid = build_loaders(cfg, tokenizer, seq_len=len(ids) + 3, micro_batch_rows=2)
+    train, valid = build_loaders(cfg, tokenizer, seq_len=len(ids) + 3, batch_rows=2)
     batch = next(train)
     rows = sorted(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True), key=str)
     whole = [special.bos, *ids, special.eos]
