@@ -1,6 +1,6 @@
 """The trainer: run it with ``python -m train``. It imports ``model``, ``optim`` and ``data``; these do not import it.
 
-Read loop.py first (``train_step`` is a whole optimizer step), then build.py and run.py, then the task you are
+Read loop.py first (``train_step`` is a whole optimizer step), then build.py and session.py, then the task you are
 interested in, in ``tasks``. The modules at the top of this package are used by every run; everything else lies in
 subpackages. Each module or subpackage imports only those listed above it:
 
@@ -17,7 +17,7 @@ subpackages. Each module or subpackage imports only those listed above it:
     evaluation                  held-out loss, exact match, recall of the indexers
     loop                        one optimizer step, and the loop over steps
     origin                      the other checkpoints and files that a run began with
-    run                         the start and the end that the runs of all tasks share
+    session                     the start and the end that the runs of all tasks share
     dspark, rl, dpo             code of single tasks: drafters; reinforcement learning and distillation; preferences
     teacher                     the teacher of task=distill_data, and the student's loss on given text
     planning                    what a job would cost on a layout of GPUs

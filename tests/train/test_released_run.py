@@ -12,7 +12,7 @@ import train.build
 from model import load_pretrained, save_pretrained
 from train.checkpoint.run_state import latest
 from train.config.problems import ConfigError
-from train.run import begin
+from train.session import begin
 from train.tasks import pretrain
 
 E8M0 = torch.float8_e8m0fnu

@@ -25,7 +25,7 @@ from train.config.schema import Config
 from train.errors import InputError, Interrupted
 from train.evaluation.probe import Probe
 from train.logging.log import evaluation_line, step_line
-from train.run import begin, only_process_in
+from train.session import begin, only_process_in
 from train.tasks import pretrain
 
 TIMING = {"tokens_per_second", "data_wait", "seconds", "memory_gib"}

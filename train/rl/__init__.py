@@ -1,7 +1,8 @@
 """Reinforcement learning conditioned on reasoning effort, and on-policy distillation.
 
-This package imports ``train.run`` and modules that ``train.run`` imports. Read train/tasks/rl.py first, which contains
-the RL step, then collect.py, batch.py, policy_gradient.py and distill.py. Each file imports only files listed above it:
+This package imports ``train.session`` and modules that ``train.session`` imports. Read train/tasks/rl.py first, which
+contains the RL step, then collect.py, batch.py, policy_gradient.py and distill.py. Each file imports only files listed
+above it:
 
     effort             the length penalty of the reward; group-relative advantages
     rewards            runs reward functions in separate processes

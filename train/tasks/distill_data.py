@@ -22,7 +22,7 @@ from train.evaluation.evaluate import evaluate
 from train.logging.log import Reporter
 from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
-from train.run import begin, report_files, run_logger, run_session
+from train.session import begin, report_files, run_logger, run_session
 from train.teacher import Teacher
 
 

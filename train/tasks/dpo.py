@@ -26,7 +26,7 @@ from train.logging.log import Reporter
 from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
 from train.rl.reference import BaseModel, Copy, Reference, load_frozen
-from train.run import begin, report_files, run_logger, run_session
+from train.session import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:

@@ -20,7 +20,7 @@ from train.dspark.log import DrafterReporter
 from train.errors import user_errors
 from train.logging.log import Reporter
 from train.loop import advance_counters, over_batches, repeat, train_step
-from train.run import begin, report_files, run_logger, run_session
+from train.session import begin, report_files, run_logger, run_session
 
 
 def run(config: Config) -> None:

@@ -16,7 +16,7 @@ from train.errors import user_errors
 from train.evaluation.exact_match import most_frequent
 from train.logging.log import Reporter
 from train.loop import train
-from train.run import begin, report_files, run_logger, run_session
+from train.session import begin, report_files, run_logger, run_session
 from train.tasks.sample import sample
 
 

@@ -48,7 +48,7 @@ from train.rl.rewards.pool import Rewards
 from train.rl.rollout.base import LocalRollout, Rollout
 from train.rl.rollout.http import HttpRollout, Limits
 from train.rl.rollout.servers import Servers
-from train.run import begin, report_files, run_logger, run_session
+from train.session import begin, report_files, run_logger, run_session
 
 NAME = re.compile(r"step-(\d{8,})\.(rank-\d+\.pt|json)")
 

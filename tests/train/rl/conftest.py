@@ -21,7 +21,7 @@ from train.build import build
 from train.config.parse import parse
 from train.config.schema import Config
 from train.rl.rewards.pool import Rewards
-from train.run import begin
+from train.session import begin
 from train.tasks import pretrain, rl
 
 GRADE = """

@@ -24,7 +24,7 @@ from train.loop import train_step
 from train.rl.batch import Shape, batches, empty_batch, score
 from train.rl.collect import Collector
 from train.rl.reference import Copy, log_probs_under
-from train.run import begin
+from train.session import begin
 from train.tasks import rl
 
 

@@ -15,7 +15,7 @@ from train.build import build
 from train.checkpoint.run_state import TrainerState
 from train.config.parse import parse
 from train.config.problems import ConfigError
-from train.run import begin
+from train.session import begin
 from train.tasks import distill_data
 from train.teacher import Teacher
 

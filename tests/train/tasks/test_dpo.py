@@ -20,7 +20,7 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.dpo.evaluate import evaluate
 from train.dpo.objective import PreferenceObjective, answer_numbers, pair_count
-from train.run import begin
+from train.session import begin
 from train.tasks import dpo, pretrain
 
 

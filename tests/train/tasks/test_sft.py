@@ -21,7 +21,7 @@ from train.config.parse import parse
 from train.config.problems import ConfigError
 from train.config.schema import Config, to_dict
 from train.evaluation.evaluate import evaluate
-from train.run import begin
+from train.session import begin
 from train.tasks import pretrain
 
 
