@@ -135,8 +135,8 @@ def build_loaders(
         for length in (seq_len, train_seq_len)
     ]
     lanes = step_rows if any(part.streaming for part in parts.values()) else None
-    per_rank = batch_rows // row_groups
-    own = [first + row_group * per_rank + n for first in range(0, step_rows, batch_rows) for n in range(per_rank)]
+    per_group = batch_rows // row_groups
+    own = [first + row_group * per_group + n for first in range(0, step_rows, batch_rows) for n in range(per_group)]
     readers, held_out, fingerprints = {}, {}, {}
     for name, part in parts.items():
         train_source, validation_source = open_sources(part)

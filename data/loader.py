@@ -55,7 +55,7 @@ class TrainLoader:
         fingerprint: dict[str, Any],
     ):
         self.rows, self.collator, self.fingerprint = rows, collator, fingerprint
-        self.batch_rows, self.rows_per_rank = batch_rows, batch_rows // row_groups
+        self.batch_rows, self.rows_per_group = batch_rows, batch_rows // row_groups
         self.row_group = row_group
         self._handed_out: _Place | None = None  # while `ahead` is used: the place behind the batch yielded last
 
@@ -92,8 +92,8 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        first = self.row_group * self.rows_per_rank
-        own = slice(first, first + self.rows_per_rank)
+        first = self.row_group * self.rows_per_group
+        own = slice(first, first + self.rows_per_group)
         return self.collator.collate(self.rows.next_rows(self.batch_rows, own))
 
     def ahead(self, finish: Callable[[Batch], Finished], depth: int) -> Generator[Finished, None, None]:

@@ -238,9 +238,8 @@ class Attention(nn.Module):
         if first is not None:
             kv, keys = first.compressed_kv, first.index_keys
         elif chunk is not None:
-            kv, keys, kv_sum, keys_sum = gather_entries(
-                kv, keys, entries.gathered, chunk.ranks, runtime.gather == "packed"
-            )
+            form = main_kv_format(runtime.kv_quant) if runtime.gather == "packed" else None
+            kv, keys, kv_sum, keys_sum = gather_entries(kv, keys, entries.gathered, chunk.ranks, form)
         elif cache is None:
             kv_sum, keys_sum = collector(kv), collector(keys)
         return replace(

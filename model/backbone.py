@@ -31,7 +31,7 @@ from model.offload import HostCopies
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from model.parallel.tables import Head, Lookup, Table
 from model.rounding import set_rounding
-from model.training_losses import LossDenominators, Losses, count_denominators, training_losses
+from model.training_losses import LossDenominators, Losses, compute_losses, count_denominators
 from model.vision import END, IMAGE, NEWLINE, START, Aligner, VisionTower
 
 
@@ -352,7 +352,7 @@ class DeepseekV41(nn.Module):
             places = rows if layout.gather is None else layout.gather.index_select(0, rows)
             lm_sum = objective(hidden, self.head.full_weight(), targets.index_select(0, rows), places + 1)
         with using(self.runtime.kernels):
-            return training_losses(
+            return compute_losses(
                 lm_sum,
                 supervised,
                 [block.routing for block in trace.blocks],

@@ -74,7 +74,7 @@ def count_denominators(config: TextConfig, layout: SequenceLayout, supervised: T
     )
 
 
-def training_losses(
+def compute_losses(
     lm_sum: Tensor,
     supervised: Tensor,
     routings: Sequence[Routing],

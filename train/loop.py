@@ -138,7 +138,9 @@ def over_batches(
     """
     given = run.config.task
     batches: Generator[dict[str, Any], None, None] | None = None
-    stop: bool | None = None  # None before the first step
+    # Whether some rank was asked to stop. The record of each step says it; before the first step the ranks ask each
+    # other.
+    stop: bool | None = None
 
     def take(stopped: Callable[[], bool]) -> dict[str, Any] | None:
         nonlocal batches, stop
@@ -169,7 +171,7 @@ def repeat(
     state: TrainerState,
     reporter: Reporter,
     step: Callable[[Callable[[], bool]], dict[str, Any] | None],
-    evaluate: Callable[[Callable[[], bool]], dict[str, Any] | None],
+    evaluation: Callable[[Callable[[], bool]], dict[str, Any] | None],
     save: Callable[[TrainerState, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
@@ -178,7 +180,7 @@ def repeat(
     Args:
         step: ``step(stopped)`` takes a step, advances ``state`` and returns the step's record. ``stopped()`` says
             whether the run was asked to stop; if any rank was, ``step`` may return None on all ranks.
-        evaluate: returns the record of an evaluation, or None on all ranks if the run was asked to stop. An interrupted
+        evaluation: evaluates and returns the record, or None on all ranks if the run was asked to stop. An interrupted
             evaluation is repeated when the run continues.
         save: writes the run state.
         publish: called before the first step and after every step, to hand out the current weights.
@@ -197,13 +199,13 @@ def repeat(
     def stopped() -> bool:
         return bool(received)
 
-    def evaluated() -> bool:
+    def evaluate_if_due() -> bool:
         """Evaluate if an evaluation is due. Returns False if the evaluation was interrupted."""
         if not _evaluation_due(task, state):
             return True
         if state.first_valid is None:
             reporter.log("evaluating before the first step ...")
-        result = evaluate(stopped)
+        result = evaluation(stopped)
         if result is not None and prepared:
             measured = measure(run, prepared, stopped, reporter.log)
             result = None if measured is None else {**result, "tasks": measured}
@@ -215,30 +217,30 @@ def repeat(
         return True
 
     background = Background() if saving.asynchronous else None
-    unsaved = False
+    has_stepped = False  # whether this process has taken a step
     trace = StepTrace(run.config.logger.profiled, run.config.run_dir / "profile", run.world.rank)
     with stop_signals() as received, background or nullcontext(), trace:
         publish()
-        while evaluated():
+        while evaluate_if_due():
             done = state.tokens >= task.tokens
-            if unsaved and (done or state.step % saving.every == 0):
+            if has_stepped and (done or state.step % saving.every == 0):
                 save(state, background)
             if done:
                 return
-            if not unsaved:
+            if not has_stepped:
                 run.world.start.mark("evaluation")
             with trace.step(state.step + 1):
                 record = step(stopped)
             if record is None:
                 break
-            if not unsaved:
+            if not has_stepped:
                 run.world.start.mark("first step")
                 reporter.log(str(run.world.start))
             reporter.step(record)
             if background:
                 background.check()
             publish()
-            unsaved = True
+            has_stepped = True
         _stop(run, state, received, save, background)
 
 

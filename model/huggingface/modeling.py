@@ -48,7 +48,7 @@ from model.huggingface.speculation import continued, hindrances
 from model.layout import SequenceLayout
 from model.packed import PackedWeight, holds_packed
 from model.placement import load_where_it_fits
-from model.training_losses import LossDenominators, count_denominators, training_losses
+from model.training_losses import LossDenominators, compute_losses, count_denominators
 
 _OF_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|{re.escape(SCALES)}|config\.json")
 
@@ -389,7 +389,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             supervised = layout.targets(labels) >= 0
         indexed = any(p.requires_grad for name, p in model.named_parameters() if ".indexer." in name)
-        losses = training_losses(
+        losses = compute_losses(
             torch.zeros((), device=trace.hidden.device),
             supervised,
             [block.routing for block in trace.blocks],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.parallel.exchange import exchange
 from model.parallel.ranks import RankGroup
-from model.quantize import KV_INDEX, KVFormat, main_kv_format
+from model.quantize import KV_INDEX, KVFormat
 from model.summed_gradients import without_memory
 
 
@@ -78,17 +78,18 @@ def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tu
 
 
 def gather_entries(
-    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup, packed: bool = False
+    kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup, packed: KVFormat | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
     in one message. Returns the two, and a collector of gradients for each (see `model/summed_gradients.py`).
 
-    packed: send the codes and scales of the formats that both are rounded to already; the result is the same.
+    packed: the format that kv has been rounded to. The codes and scales of this format, and of the format of the index
+    keys, are then sent instead of the values; the result is the same.
 
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
     """
-    return _GatherSlots.apply(kv, keys, plan, ranks, (main_kv_format(packed), KV_INDEX if packed else None))
+    return _GatherSlots.apply(kv, keys, plan, ranks, (packed, KV_INDEX if packed else None))
 
 
 class _GatherSlots(torch.autograd.Function):

@@ -318,7 +318,7 @@ def test_packed_entries_are_the_values_to_the_bit(dtype: torch.dtype, monkeypatc
 
     monkeypatch.setattr(context.dist, "all_gather_single", gather)
     given = (kv, keys, GatherPlan((5, 3)), RankGroup(None, 0, 2))
-    plain, packed = context.gather_entries(*given), context.gather_entries(*given, packed=True)
+    plain, packed = context.gather_entries(*given), context.gather_entries(*given, packed=KV_MAIN)
     for values, found, x in zip(plain, packed, (kv, keys), strict=False):
         assert torch.equal(values, torch.cat([x, x[:3]])) and found.dtype == dtype
         assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))

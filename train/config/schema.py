@@ -58,8 +58,9 @@ class TaskConfig:
     # Held-out rows keep the length task.seq_len, and a document with images must fit into a row of that length.
     length_schedule: list[LongerRows]
     micro_batch: PositiveInt  # largest number of rows in one forward pass of a process
-    # Rows in one optimizer step over all processes: a multiple of micro_batch. Null for task=rl and task=distill, where
-    # the responses of a step determine the number of rows.
+    # Rows in one optimizer step over all processes: a multiple of micro_batch, and of the number of processes or of
+    # groups of processes that share rows. Null for task=rl and task=distill, where the responses of a step determine
+    # the number of rows.
     global_batch_rows: PositiveInt | None
     eval_every: PositiveInt  # optimizer steps between evaluations; the initial and final weights are always evaluated
     sample_prompt: str  # when the run is complete, the model continues this text (task=sft: answers it)
