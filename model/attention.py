@@ -7,14 +7,14 @@ The schedule in the configuration gives each layer one of four kinds:
 
   Full layers (KV sources) own a compressor, which makes the main KV, and an indexer with its own keys.
 
-  Reindex layers own an indexer, which scores the latest Full layer's keys again.
+  Reindex layers own an indexer, which scores the index keys of the latest Full layer with new queries.
 
   Reuse layers take both the main KV and the selected entries from earlier layers.
 
-Layers pass a `CrossLayerState` on to later layers. This state is immutable and no attention state is stored on modules,
-so that activation checkpointing and several micro-batches in flight work correctly. In shapes, T is the number of
-tokens, d the hidden size, H the number of heads, D the head dimension, N the number of entry slots and K the number of
-selected entries per query.
+Layers pass a `CrossLayerState` on to later layers. A `CrossLayerState` is immutable, and no attention state is stored
+on modules, so that activation checkpointing and several micro-batches in flight work correctly. In shapes, T is the
+number of tokens, d the hidden size, H the number of heads, D the head dimension, N the number of entry slots and K the
+number of selected entries per query.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CrossLayerState:
     Fields: compressed_kv [N, D], the main KV after rotation and quantisation; index_keys [N, Di], the indexer keys;
     topk_indices int32 [T, K], the slots of the selected entries (-1: none); candidates int32 [T, M], the blocks that
     later indexers may choose from (None: no restriction). In decoding only the selected entries are needed, so
-    selected_kv [T, K, D] replaces compressed_kv. kv_gradient and keys_gradient: collectors of the gradients of the main
-    KV and of the keys (see `model/summed_gradients.py`), None in fp32 and without gradients.
+    selected_kv [T, K, D] replaces compressed_kv. kv_gradient and keys_gradient: tensors that sum the gradients of the
+    main KV and of the index keys in fp32 (see `model/summed_gradients.py`), None in fp32 and without gradients.
     """
 
     compressed_kv: Tensor | None = None
@@ -67,9 +67,9 @@ class CrossLayerState:
 
 
 class AttentionOutput(NamedTuple):
-    """The result of one attention layer: the output [T, d]; the state for later layers; the inputs of the indexer loss
-    (only in layers with an indexer); the attention mass on the selected entries, fp32 [T, K], detached (not in window
-    layers); and, with `runtime.probe`, the mass on each entry if attention saw all entries, fp32 [T, N].
+    """The result of one attention layer: the output [T, d]; the cross-layer state for later layers; the inputs of the
+    indexer loss (only in layers with an indexer); the attention mass on the selected entries, fp32 [T, K], detached
+    (not in window layers); and, with `runtime.probe`, the mass on each entry if attention saw all entries, fp32 [T, N].
     """
 
     output: Tensor
@@ -97,8 +97,8 @@ class Compressor(nn.Module):
         return self.wkv(x), self.wgate(x) if self.ratio > 1 else None
 
     def pool(self, values: Tensor, gates: Tensor | None, entries: Entries) -> Tensor:
-        """Compute the latents [N, D] of the token groups in `entries.members`. An incomplete last group gives no
-        entry.
+        """Compress each group of tokens in `entries.members` to one latent; returns latents [N, D]. An incomplete last
+        group gives no latent.
         """
         members = entries.members.flatten()
         picked = values.index_select(0, members)
@@ -161,8 +161,8 @@ class Attention(nn.Module):
     ) -> AttentionOutput:
         """Attend from the normalised sublayer input x [T, d]. `cache` holds this layer's KV of earlier tokens; the
         tokens of the layout follow these tokens, and their KV is added to the cache. `first`: the state that the first
-        pass returned, given in recomputation. The entries, index keys and selection of that state are reused, because
-        the backward pass needs only the tensors from which they were computed.
+        pass returned, passed only in recomputation. The entries, index keys and selection in `first` are reused and not
+        computed again, because the backward pass needs only the tensors from which they were computed.
         """
         phasors = layout.phasors_yarn if self.ratio else layout.phasors
         q, q_lat = self.queries(x, phasors)
@@ -217,7 +217,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         first: CrossLayerState | None = None,
     ) -> CrossLayerState:
-        """Compute the compressed entries and index keys of x [T, d]; only Full layers do. `first`: see `forward`."""
+        """Compute the compressed entries and index keys of x [T, d], in Full layers only. `first`: see `forward`."""
         entries = layout.entries[self.ratio]
         projected, chunk = self.compressor.project(x), layout.chunk
         if cache is not None:

@@ -45,24 +45,26 @@ class BlockState(NamedTuple):
     shared: CrossLayerState
 
     def at(self, tokens: Tensor) -> BlockState:
-        """The state of the tokens with the given int64 indices, with an empty cross-layer state, which a Full layer
-        then fills.
+        """The state of only the tokens with the given int64 indices; its cross-layer state is empty until a Full layer
+        fills it.
         """
         return BlockState(self.streams.index_select(0, tokens), self.pre_mix.index_select(0, tokens), CrossLayerState())
 
 
 class FirstPass(NamedTuple):
-    """The results of the first pass of a block that its recomputation reuses, see `Attention` and `MoE`."""
+    """The results of a block's first forward pass that the recomputation of the block reuses, see `Attention` and
+    `MoE`.
+    """
 
     shared: CrossLayerState
     moe: MoEFirstPass
 
 
 class BlockOutput(NamedTuple):
-    """The output of a block: the state (None in a `BackboneOutput`), its cross-layer part, indexer loss inputs and
-    attention masses (see `AttentionOutput`), the routing, and entering [T, d]. The last is the mean of the residual
-    streams before the attention and after Engram, which a drafter reads (None unless requested). `first_pass`: the
-    results that a recomputation of the block reuses (None in the output of `run_block`).
+    """The output of a block: the state (None in a `BackboneOutput`), the cross-layer attention state, indexer loss
+    inputs and attention masses (see `AttentionOutput`), the routing, and entering [T, d]. `entering` is the mean of the
+    residual streams before the attention and after Engram, which a drafter reads (None unless requested). `first_pass`:
+    the results that a recomputation of the block reuses (None in the output of `run_block`).
     """
 
     state: BlockState | None
@@ -101,10 +103,10 @@ class Block(nn.Module):
         for_drafter: bool = False,
         first: FirstPass | None = None,
     ) -> BlockOutput:
-        """Run the block. In single-pass mHC, the input of a sublayer is collapsed with coefficients of the previous
-        sublayer. `lookup`: the looked-up rows of the Engram table, or None; `replayed_experts` int64 [T, k]: experts to
-        use, see `Gate`; `cache`: see `Attention`; `for_drafter`: whether to return `BlockOutput.entering`; `first`: the
-        results of the first pass, given in recomputation.
+        """Run the block. In single-pass mHC, the residual streams are collapsed to a sublayer's input with coefficients
+        that the previous sublayer computed. `lookup`: the looked-up rows of the Engram table, or None;
+        `replayed_experts` int64 [T, k]: experts to use, see `Gate`; `cache`: see `Attention`; `for_drafter`: whether to
+        return `BlockOutput.entering`; `first`: the results of the first pass, passed only in recomputation.
         """
         first_shared, first_moe = first or (None, None)
         with using(runtime.kernels):
@@ -181,7 +183,7 @@ class Output:
 
 class Features(NamedTuple):
     """The inputs for training a drafter: the layout, the hidden states [T, d] after the final norm, and entering [T,
-    layers * d], which concatenates for several layers the mean of the residual streams before the attention.
+    layers * d], the concatenation over several layers of the mean of the residual streams before the attention.
     """
 
     layout: SequenceLayout
@@ -278,7 +280,7 @@ class DeepseekV41(nn.Module):
         layout: SequenceLayout | None = None,
     ) -> Features:
         """Run one forward pass without gradients and return the inputs of a drafter that reads the given layers. The
-        other arguments are as in `losses`; labels are used only to find the ends of prompts for
+        arguments other than the layers are as in `losses`; labels are used only to find the ends of prompts for
         `runtime.decoder_replay`.
         """
         layout = layout or self.lay_out(
@@ -295,8 +297,8 @@ class DeepseekV41(nn.Module):
     def loss_denominators(
         self, input_ids: Tensor, labels: Tensor, layout: SequenceLayout | None = None, **batch: Tensor
     ) -> LossDenominators:
-        """This micro-batch's contribution to the loss denominators of the step, computed without a forward pass. The
-        arguments are as in `losses`.
+        """The contribution of one micro-batch to the loss denominators of the step, computed without a forward pass.
+        The arguments are as in `losses`.
         """
         layout = layout or self.lay_out(input_ids, labels, **batch)
         targets = layout.targets(labels)
@@ -324,7 +326,7 @@ class DeepseekV41(nn.Module):
         `prompt_lens`, of the shape of `seq_lens`: the number of prompt tokens of each document, used by
         `runtime.decoder_replay`; without it, a prompt ends at the first supervised token. `objective` replaces the
         cross-entropy, and `lm_sum` is then the sum of the objective. `layout`: the result of `lay_out` for this batch,
-        if it was already called.
+        if `lay_out` was already called.
         """
         layout = layout or self.lay_out(
             input_ids,
@@ -371,8 +373,8 @@ class DeepseekV41(nn.Module):
 
     def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Tensor | None) -> SequenceLayout:
         """Check a batch and compute its sequence layout. With `runtime.decoder_replay`, the sliding windows of decoder
-        layers are bounded as in generation. Call this function once, while the batch is still on the CPU, because it
-        reads the values of the batch; no other function does. Under context parallelism all ranks of a group get the
+        layers are bounded as in generation. Call this function once, while the batch is still on the CPU, because it is
+        the only function that reads the values of the batch. Under context parallelism all ranks of a group get the
         same batch, and the layout is that of this rank's chunk. batch: as in `lay_out_whole`.
         """
         whole = self.lay_out_whole(input_ids, labels, **batch)
@@ -393,7 +395,7 @@ class DeepseekV41(nn.Module):
         routing: Tensor | None = None,
         **_: Tensor | None,
     ) -> SequenceLayout:
-        """As `lay_out`, but always the layout of all tokens."""
+        """As `lay_out`, but returns the layout of all tokens also under context parallelism."""
         layout = build_layout(self.config.text, input_ids, attention_mask, seq_lens, vision_token_types, replay_start)
         _check_ids(layout.flatten(input_ids), input_ids, self.config.text.vocab_size)
         if routing is not None:
@@ -403,7 +405,7 @@ class DeepseekV41(nn.Module):
         return layout
 
     def own_chunk(self, layout: SequenceLayout, vision_token_types: Tensor | None = None) -> SequenceLayout:
-        """This rank's chunk of the layout of all tokens; without context parallelism that layout itself."""
+        """This rank's chunk of `layout`, the layout of all tokens; without context parallelism, `layout` itself."""
         if self.parallel.context.size == 1:
             return layout
         takes_feature = None if vision_token_types is None else vision_token_types == IMAGE
@@ -447,9 +449,9 @@ class DeepseekV41(nn.Module):
     ) -> BackboneOutput:
         """Run all layers and the final norm on the tokens of a layout.
 
-        The inputs are as in `forward`. routing: the experts that every token goes to, instead of those that the routers
-        would choose. keep_streams: whether to return the residual streams that enter each block. for_drafter: the
-        layers whose entering streams a drafter reads.
+        The inputs are as in `forward`. routing: the experts that process every token, in place of the routers' choice.
+        keep_streams: whether to return the residual streams that enter each block. for_drafter: the layers for which
+        `BlockOutput.entering` is returned, because a drafter reads it.
         """
         if routing is not None:
             routing = layout.flatten(routing).long()
@@ -513,8 +515,8 @@ class DeepseekV41(nn.Module):
         host: HostCopies | None = None,
     ) -> BlockOutput:
         """Run one block on the tokens of the layout, and remove the block's entry from `lookups`. `replayed_experts`
-        int64 [T, k]: experts to use, see `Gate`; `step`: given if the tokens follow cached tokens; `host`: where the
-        streams are kept until the block is recomputed.
+        int64 [T, k]: experts to use, see `Gate`; `step`: the generation step, if the tokens follow cached tokens;
+        `host`: keeps the residual streams in host memory until the block is recomputed.
         """
         lookup = lookups.pop(layer).arrived() if layer in lookups else None
         arguments = (state, lookup, layout, self.runtime, replayed_experts, step and step.layer(layer), for_drafter)
@@ -539,8 +541,8 @@ class DeepseekV41(nn.Module):
         image_grid_hws: Tensor | None,
         vision_token_types: Tensor | None,
     ) -> Tensor:
-        """The input embeddings [T, d]: token embeddings, except that image spans hold features of the vision tower and
-        the learned START, NEWLINE and END vectors.
+        """The input embeddings [T, d]: token embeddings for text, and in image spans the features of the vision tower
+        and the learned START, NEWLINE and END vectors.
         """
         x = self.embed(tokens)
         if (pixel_values is None) != (image_grid_hws is None):
@@ -565,8 +567,9 @@ class DeepseekV41(nn.Module):
         return x.index_copy(0, slots, features.to(x.dtype)) if found else x
 
     def _image_features(self, pixel_values: Tensor, grids: Tensor, layout: SequenceLayout) -> Tensor | None:
-        """The image features [F, d] of this rank's tokens, or None if they have no image. If an image extends over two
-        chunks, both ranks run the vision tower on it, and each uses and trains the features in its own chunk.
+        """The image features [F, d] of this rank's tokens, or None if these tokens take no image feature. If an image
+        extends over two chunks, both ranks run the vision tower on it, and each uses and trains the features in its own
+        chunk.
         """
         first, last = 0, None
         if layout.chunk is not None:

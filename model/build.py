@@ -33,9 +33,9 @@ def build_model(
     """Build a model with freshly initialised parameters. On device "meta" no memory is allocated, so that even the
     released 552B configuration is built in seconds.
 
-    dtype: the dtype of all parameters except those that the report keeps in fp32 (mHC coefficients, attention sinks,
-    router biases). With `parallel` only this rank's part of the model is built, with the same weights that a single
-    process would draw. Raises ValueError if the experts cannot be split evenly.
+    dtype: the dtype of all parameters except those that the V4.1 report keeps in fp32 (mHC coefficients, attention
+    sinks, router biases). With `parallel`, only this rank's part of the model is built; its initial weights are the
+    same as in a model built by a single process. Raises ValueError if the experts cannot be split evenly.
     """
     model = allocate_model(config, runtime, token_map, device, dtype, parallel, loss_weights)
     if torch.device(device).type != "meta":
@@ -54,7 +54,7 @@ def allocate_model(
     packing_of: Callable[[str], Packing | None] = lambda name: None,
 ) -> DeepseekV41:
     """A model whose parameters are allocated on `device` but not initialised. `packing_of` maps a parameter name to the
-    format in which the parameter is kept packed (see model/packed.py), or to None for an ordinary parameter.
+    quantised format in which the parameter stays in memory (see model/packed.py), or to None for an ordinary parameter.
     """
     if torch.device(device).type != "meta" or token_map is not None:
         check_token_map(config.text, token_map)

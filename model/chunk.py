@@ -1,9 +1,8 @@
 """Computes the layout of one rank's chunk of a micro-batch, for context parallelism.
 
 Every rank computes the layout of all tokens and then keeps only the queries of its chunk. Document numbers, slots,
-visible ranges and positions, and all selections that depend on these values, are therefore the same as with one
-process. This file also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends
-these rows.
+visible ranges, positions, and the selections that depend on them are therefore the same as with one process. This file
+also plans, on the CPU, which rows the ranks send to each other; model/parallel/context.py sends these rows.
 
 In shapes, A is the number of tokens in the micro-batch, T the number of tokens in this rank's chunk, C the number of
 ranks and N the number of entry slots.
@@ -62,8 +61,8 @@ def chunk_of(
 
 
 def _own_entries(entries: Entries, cuts: Tensor, rank: int) -> Entries:
-    """Returns the `Entries` of this rank's chunk. Each slot is computed by the rank whose chunk contains the last token
-    of the slot's group, so a rank's slots are consecutive.
+    """Returns the `Entries` of this rank's chunk. Each slot (the compressed entry of a group of tokens) is computed by
+    the rank whose chunk contains the group's last token, so a rank's slots are consecutive.
     """
     start, stop = int(cuts[rank]), int(cuts[rank + 1])
     begins = torch.searchsorted(entries.members[:, -1].contiguous(), cuts)  # each rank's first slot
@@ -91,10 +90,11 @@ def _own_entries(entries: Entries, cuts: Tensor, rank: int) -> Entries:
 
 
 def _halo(needed_from: Tensor, cuts: Tensor, rank: int) -> HaloPlan:
-    """Plan which rows of earlier tokens each rank receives. The received rows may come from several earlier ranks.
+    """Plan which rows (token vectors) of earlier chunks each rank receives. The received rows may come from several
+    ranks.
 
-    needed_from: int64 [C], the index of the first token that each rank needs, which is the first token of the rank's
-    own chunk if the rank needs no earlier token.
+    needed_from: int64 [C], the index of the first token that each rank needs; for a rank that needs no earlier token,
+    the first token of its own chunk.
     """
     needs, bounds = needed_from.tolist(), cuts.tolist()
     chunks = list(pairwise(bounds))

@@ -1,5 +1,5 @@
-"""The configuration of a V4.1 model: the keys of the released `config.json`, their defaults, and the rules that they
-must satisfy.
+"""The configuration of a V4.1 model: the keys of the released `config.json`, their defaults, and the rules that their
+values must satisfy.
 
 The defaults are the values of the released DeepSeek-V4.1-Flash. `ModelConfig.from_dict` reads the released JSON format
 and reports all problems in one error; no other code in `model/` checks the configuration.
@@ -132,8 +132,8 @@ class TextConfig:
 
     @property
     def decoder_start(self) -> int:
-        """The first decoder layer, which is the last Full layer. All decoder layers read the entries of this layer,
-        which it computes from the output of the encoder.
+        """The first decoder layer, which is the last Full layer. All decoder layers read the entries that the first
+        decoder layer computes from the output of the encoder.
         """
         return max(self.kv_source_layer_ids, default=self.num_hidden_layers)
 
@@ -275,36 +275,38 @@ class ForwardOptions:
     expert_quant: whether the weights of routed experts are rounded to MXFP4, as the released checkpoint stores them;
         the trained weights stay fp32, and their gradients are those of the rounded weights (QAT, see
         model/rounding.py).
-    dense_quant: whether the dense projections that the released checkpoint stores as FP8 are rounded to FP8; this too
-        is QAT.
-    engram_quant: whether the rows of the Engram tables are rounded to FP8, as the released checkpoint stores them; this
-        too is QAT.
+    dense_quant: whether the dense projections that the released checkpoint stores as FP8 are rounded to FP8 (QAT, as
+        for `expert_quant`).
+    engram_quant: whether the rows of the Engram tables are rounded to FP8, as the released checkpoint stores them (QAT,
+        as for `expert_quant`).
     candidate_pool: whether the later indexers are restricted to the candidate blocks of the first decoder indexer.
     decoder_replay: whether decoder layers process only the last `sliding_window` tokens of a prompt (SWA bounded
-        replay). Generation skips the other prompt tokens in decoder layers; training masks what generation would not
-        compute. In training, the prompt of a document ends before its first supervised token.
+        replay). Generation skips the earlier prompt tokens in decoder layers; training masks the window keys that
+        generation would not compute. In training, the prompt of a document ends before its first supervised token.
     stream_dtype: dtype of the residual streams of a model with fp32 parameters. With "bf16" the streams are rounded
         after every sublayer, as in the released code, which halves the memory that activation checkpointing needs. The
         streams are always mixed in fp32.
     recompute: whether every block uses activation checkpointing. The entries and experts that a block selected are kept
-        and not computed again.
+        in memory, so they are not selected again.
     keep_combined: with `recompute` and experts split over ranks, whether to keep the received results of the experts
         (one hidden vector per token and layer) instead of exchanging them again.
     dispatch: format in which tokens go to routed experts. "fp8" rounds the inputs of routed experts to FP8 (groups of
-        32 with a power-of-two scale, as the window KV) on any number of ranks; between ranks they then take half the
-        bytes of bf16. "plain" does not round.
-    gather: format in which the entries and index keys of a row that is split over ranks (context parallelism) go to the
-        other ranks. "packed" sends the codes and scales of the formats that they are rounded to, 356 instead of 1,280
-        bytes an entry of the released model in bf16, with the same values; it needs kv_quant. "plain" sends the values.
+        32 with a power-of-two scale, as the window KV) on any number of ranks; between ranks, FP8 inputs take half the
+        bytes of bf16 inputs. "plain" does not round.
+    gather: format in which a rank sends compressed entries and index keys to other ranks if rows are split over ranks
+        (context parallelism). "packed" sends the codes and scales of the quantised formats and gives the same values;
+        for the released model in bf16, it sends 356 instead of 1,280 bytes per entry; it needs kv_quant. "plain" sends
+        the values.
     offload: with `recompute`, "inputs" keeps the inputs of every block (its residual streams) in host memory between
         the forward and the backward pass; on CUDA this memory is pinned, and copies overlap with computation. "off"
         keeps the inputs on the device.
-    frozen: how the frozen weights of a quantised checkpoint are held in memory, for example under an adapter or in a
-        teacher: "packed" in their stored form, or unpacked as "values". The results are the same.
-    tables: where the packed Engram tables of a frozen model are held: "device", or "host", which maps them from the
+    frozen: how the frozen weights of a quantised checkpoint, for example of a teacher or under an adapter, are stored
+        in memory: "packed" as codes and scales, or "values" as unpacked numbers. The results are the same.
+    tables: where the packed Engram tables of a frozen model are stored: "device", or "host", which maps them from the
         checkpoint's files into host memory and copies only the rows that are looked up. The results are the same.
-    train_indexer: whether to compute the KL loss of the indexers; without it their parameters get zero gradients.
-    probe: whether to compute also the attention mass over all visible entries, at quadratic cost (see
+    train_indexer: whether to compute the KL loss of the indexers; if not, the parameters of the indexers get zero
+        gradients.
+    probe: whether to also compute the attention mass over all visible entries, at quadratic cost (see
         `model.indexer_recall`).
     """
 
@@ -410,7 +412,7 @@ def text_problems(c: TextConfig) -> list[str]:
 
 def drafter_problems(c: TextConfig) -> list[str]:
     """A list of the broken rules among the settings of a DSpark drafter in a text configuration. A model without a
-    drafter need not satisfy them.
+    drafter need not satisfy these rules.
     """
     positive = "num_nextn_predict_layers dspark_block_size dspark_markov_rank dspark_n_routed_experts"
     found = [f"{key}: is {getattr(c, key)}, must be positive" for key in positive.split() if getattr(c, key) < 1]
@@ -549,8 +551,8 @@ def vision_problems(v: VisionConfig) -> Iterator[str]:
 
 
 def _mapping(raw: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
-    """Remove the section `key` from `raw` and return it; it is empty if the key is missing or null. Raises ValueError
-    if the value is not a mapping.
+    """Remove the section `key` from `raw` and return the section, or an empty mapping if the key is missing or null.
+    Raises ValueError if the section is not a mapping.
     """
     value = raw.pop(key, None)
     if not isinstance(value, dict | NoneType):

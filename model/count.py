@@ -1,5 +1,5 @@
-"""Computes what a configuration costs: parameters, active parameters, FLOPs, KV cache bytes and activation bytes, for
-each part of the model.
+"""Computes the costs of a configuration for each part of the model: parameters, active parameters, FLOPs, KV cache
+bytes and activation bytes.
 
 All functions depend only on a `ModelConfig` or on a model on any device, including "meta". The numbers are computed,
 not measured; tests compare them with the real tensors of small models. In formulas, n is the number of residual
@@ -73,7 +73,7 @@ def least_parameters(config: ModelConfig, expert_parallel: int = 1, table_shards
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
-    """Returns the number of parameters of each part of a model or drafter. A part that the model does not have has 0
+    """Returns the number of parameters of each part of a model or drafter. Parts that the model lacks are listed with 0
     parameters.
     """
     counts = dict.fromkeys((part for part, _ in PARTS), 0)
@@ -94,9 +94,7 @@ def prefill_layers(config: TextConfig) -> int:
 
 
 class Active(NamedTuple):
-    """The number of parameters that one text token is multiplied with, in prefill and in decoding (see
-    `active_parameters`).
-    """
+    """The numbers of active parameters in prefill and in decoding, as `active_parameters` defines them."""
 
     prefill: float
     decode: float
@@ -113,8 +111,8 @@ def active_parameters(model: nn.Module) -> Active:
     counted), of the final norm and of the head. In prefill, a token is multiplied with the parameters of the first
     `prefill_layers` blocks, and with those parameters of the last KV source's block that compute entries and index
     keys. Looked-up rows (embedding, Engram tables) and the vision tower are not counted. With this definition the
-    released configuration has 8B active parameters in prefill and 16B in decoding, as the technical report says; with
-    the embedding there would be 9B and 17B.
+    released configuration has 8B active parameters in prefill and 16B in decoding, as the V4.1 report says; if the
+    embedding were counted, the numbers would be 9B and 17B.
     """
     config = _text_config(model)
     encoder = prefill_layers(config)
@@ -228,8 +226,8 @@ def _matrix_flops(model: nn.Module) -> dict[str, float]:
 
 
 def _mean_seen(most: int, length: int, ratio: int = 1) -> float:
-    """Returns the mean, over the positions of a document of `length` tokens, of the number of entries that attention
-    reads: the visible entries (one per `ratio` tokens), but at most `most`.
+    """Returns the mean number of entries that attention reads per position of a document of `length` tokens: at each
+    position, all visible entries (one per `ratio` tokens up to this position), but at most `most`.
     """
     return float(np.minimum(np.arange(1, length + 1) // ratio, most).mean())
 
@@ -258,11 +256,12 @@ def activation_bytes(
     """Returns the activation bytes per token that a text micro-batch holds when its backward pass begins, for each part
     of the model.
 
-    With `recompute`, only the inputs and the selections of each block are counted, plus the activations that the
-    largest block saves while it is recomputed. With `keep_combined`, the outputs of the MoE layers are also counted, as
-    when experts are split over ranks. With `offload`, the residual streams that enter the blocks are not counted.
+    With `recompute`, the result counts only the inputs and the selections of each block, plus the activations that the
+    largest block saves while it is recomputed. With `keep_combined`, the result also counts the outputs of the MoE
+    layers, which are saved if experts are split over ranks. With `offload`, the residual streams that enter the blocks
+    are not counted.
 
-    The tensors that are counted are those that PyTorch saves on a CPU. Not counted are bf16 copies of weights (see
+    The result counts the tensors that PyTorch saves on a CPU. It does not include bf16 copies of weights (see
     `autocast_copies`), gradients and the working memory of kernels.
     """
     text = config.text
@@ -282,8 +281,8 @@ def activation_bytes(
 
 def expert_row_bytes(config: TextConfig, bf16: bool) -> int:
     """Returns the bytes per token that the routed experts of a rank save for the rows (token vectors) that they
-    received: the inputs, gate, up and hidden values of each row. The bytes that `block_saves` returns include the bytes
-    of these rows. On average over ranks there are k rows per token.
+    received: the inputs, gate, up and hidden values of each row. The result of `block_saves` includes these bytes. On
+    average, a rank receives k rows for each of its own tokens.
     """
     width = 2 if bf16 else 4
     return width * config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
@@ -297,9 +296,9 @@ def head_gradient_bytes(config: ModelConfig) -> int:
 
 
 def autocast_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) pairs of the weights of which bf16 autocast keeps a bf16 copy for the backward pass.
-    Autocast copies the matrices of the blocks, except the matrices that are applied in fp32 and the matrices of the
-    indexers, whose inputs are detached.
+    """Yield (name, weight) for each weight of which bf16 autocast keeps a bf16 copy for the backward pass. Autocast
+    copies the matrices of the blocks, except matrices that are applied in fp32 and matrices of the indexers, whose
+    inputs are detached.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -353,7 +352,7 @@ def stream_bytes(c: TextConfig, widths: Widths) -> int:
 def block_inputs(
     c: TextConfig, layer: int, widths: Widths, keep_combined: bool = False, offload: bool = False
 ) -> float:
-    """Returns the bytes per token that a block keeps with activation checkpointing: the block's inputs, the numbers of
+    """Returns the bytes per token that a block keeps with activation checkpointing: the block's inputs, the indices of
     the experts that the block chose, and the outputs of the block that later layers read. With `keep_combined`, the
     output of the block's MoE layer is also counted. With `offload`, the residual streams are not counted, because they
     are kept on the host.
@@ -386,7 +385,7 @@ def _loss_saves(c: TextConfig, widths: Widths) -> float:
 
 
 def _norm(width: int) -> int:
-    """Returns the bytes that an RMSNorm saves per row of `width` values: its input and the normalised values in fp32,
-    and the inverse root mean square.
+    """Returns the bytes that an RMSNorm saves per row of `width` values: the input and the normalised values, both in
+    fp32, and the inverse root mean square.
     """
     return 8 * width + 4

@@ -2,10 +2,10 @@
 block.
 
 Token ids are first compressed: tokens whose normalised text is the same share an id. The n-grams of compressed ids that
-end at a token are hashed to rows of tables of prime size. The rows are projected to n keys and one value, and a gate
-computed from the keys adds the value to each of the n residual streams. In shapes, T is the number of tokens, n the
-number of residual streams, d the hidden size, and G = (max_ngram - 1) * heads the number of table rows per token and
-layer.
+end at a token are hashed to rows of tables of prime size. The rows are projected to n keys and one value, and the
+value, weighted by a gate computed from the keys, is added to each of the n residual streams. In shapes, T is the number
+of tokens, n the number of residual streams, d the hidden size, and G = (max_ngram - 1) * heads the number of table rows
+per token and layer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EngramTables:
 
 
 def engram_tables(config: TextConfig) -> EngramTables:
-    """The hash constants that follow from a configuration. Raises ValueError if `engram_num_embeddings` gives fewer
-    rows than they need.
+    """The hash constants that follow from a configuration. Raises ValueError if a table in `engram_num_embeddings` has
+    fewer rows than the hashes need.
     """
     tables = _tables(
         config.engram_layer_ids,
@@ -132,12 +132,13 @@ def hash_ids(
     document_start: Tensor,
     masked: Tensor | None,
 ) -> Tensor:
-    """The table rows int64 [T, G] that each token reads in one Engram layer; `layer` counts only Engram layers.
+    """The table rows int64 [T, G] that each token reads in one Engram layer; `layer` is the index among the Engram
+    layers.
 
     tokens int64 [b + T] and masked bool [b + T] (image positions) begin with b earlier tokens, for which no rows are
-    computed; document_start int64 [T] is relative to the first of the T tokens. An n-gram that would reach beyond the
-    start of the document or to a masked position uses the compressed id of the pad token there and at all positions
-    before it. int64 arithmetic wraps around.
+    computed; document_start int64 [T] is relative to the first of the T tokens. If an n-gram reaches beyond the start
+    of the document or to a masked position, this position and all positions before it count as pad tokens. int64
+    arithmetic wraps around.
     """
     before = tokens.shape[0] - document_start.shape[0]
     index = torch.arange(document_start.shape[0], device=tokens.device)
@@ -223,8 +224,8 @@ def engram_rows(config: TextConfig, layer: int, token_map: Tensor, input_ids: Te
 
 
 def whole_token_map(config: TextConfig, token_map: Tensor) -> Tensor:
-    """The token map extended to int64 [vocab_size]: token ids that the tokenizer does not have get the compressed id of
-    the pad token.
+    """The token map, extended to int64 [vocab_size]: token ids that the tokenizer lacks get the compressed id of the
+    pad token.
 
     The vocabulary of a model is padded to a round size. The extra ids have no text, but a model with random weights can
     generate them.

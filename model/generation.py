@@ -3,10 +3,10 @@ recording of the expert routing.
 
     samples = generate(model, [Request(prompt=(5, 9, 2), max_tokens=64, seed=1)])
 
-`Generator` does the same incrementally: requests can be submitted at any time, each `step` gives every running sequence
-one token, and `state_dict` saves it after any token. The random numbers of a sequence depend only on its seed and
-position, not on the rest of the batch (although the batch size may change log-probabilities through the rounding of
-fp32 products).
+`Generator` generates incrementally: requests can be submitted at any time, each `step` gives every running sequence one
+token, and `state_dict` saves the state of the generator after any token. The random numbers of a sequence depend only
+on its seed and position, not on the rest of the batch (although the batch size may change log-probabilities through the
+rounding of fp32 products).
 
 With a drafter (speculative decoding), a step gives every sequence one to B + 1 tokens: the drafter proposes up to B
 tokens, the model processes all of them at once, and `verify` decides which are kept. Greedy samples are the same as
@@ -34,8 +34,8 @@ from model.sampling import DRAFTED, draw, uniform, verify
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue, with the sampling settings. temperature: 0 takes the most likely token (greedy). top_p:
-    sampling uses only the most likely tokens whose total probability reaches it. stop: a token of this set ends the
-    sample and is its last token. images: `pixel_values`, `image_grid_hws` and `vision_token_types` (int64
+    sampling uses only the most likely tokens whose total probability reaches `top_p`. stop: a token of this set ends
+    the sample and is its last token. images: `pixel_values`, `image_grid_hws` and `vision_token_types` (int64
     [len(prompt)]) of a prompt with images, in the format of a batch.
     """
 
@@ -56,9 +56,10 @@ class Sample:
     top_p applied (for greedy sampling, with temperature 1). routing int16 [len(prompt) + len(tokens) - 1, layers, k]:
     the experts chosen at every position that the model has processed (None unless recorded), -1 where bounded replay
     skipped positions. replay_start: the first position that was processed after a cached prefix was reused (0: all
-    positions); training on the sample passes it as `replay_start` of the batch. versions: the policy version that drew
-    each token. accepted: with a drafter, the number of drafts accepted in each step; each step adds one more token from
-    the model. finish: "stop" or "length", or None while the sample is unfinished. id: the return value of `submit`.
+    positions were processed); for training on the sample, pass this value as `replay_start` of the batch. versions: the
+    policy version that drew each token. accepted: with a drafter, the number of accepted drafts in each step; after the
+    accepted drafts, each step adds one token from the model. finish: "stop" or "length", or None while the sample is
+    unfinished. id: the return value of `submit`.
     """
 
     request: Request
@@ -74,8 +75,8 @@ class Sample:
 
 @dataclass
 class _Running:
-    """An unfinished sample: its cache row (None while it waits), the routing recorded so far, and, for a prompt with
-    images, the embeddings [len(prompt), d] until the prompt is prefilled. followers: samples with the same prompt,
+    """An unfinished sample: its cache row (None while the sample waits), the routing recorded so far, and, for a prompt
+    with images, the embeddings [len(prompt), d] until the prompt is prefilled. followers: samples with the same prompt,
     which start from a copy of this sample's prefilled cache row.
     """
 
@@ -86,12 +87,12 @@ class _Running:
     followers: list[_Running] = field(default_factory=list)
 
     def ahead(self, passed: int) -> list[int]:
-        """The tokens of prompt and sample that the model has not processed yet, if it has processed `passed` tokens."""
+        """The tokens of prompt and sample that the model has still to process after the first `passed` tokens."""
         prompt = self.sample.request.prompt
         return [*prompt[passed:], *self.sample.tokens[max(0, passed - len(prompt)) :]]
 
     def image_flags(self, passed: int, count: int) -> list[bool]:
-        """For each of the next `count` tokens, whether it belongs to an image."""
+        """For each of the `count` tokens after the first `passed` tokens, whether the token belongs to an image."""
         images = self.sample.request.images
         flags = [] if images is None else (images["vision_token_types"][passed : passed + count] >= 0).tolist()
         return flags + [False] * (count - len(flags))
@@ -102,12 +103,12 @@ class Generator:
 
     max_running: the number of sequences that run at once; other requests wait in order. prefill_tokens: the number of
     prompt tokens in one forward pass; longer prompts are prefilled in chunks. record_routing: whether to fill
-    `Sample.routing`. prefix_tokens: the number of tokens whose main KV and index keys are kept for later prompts
-    (without images) with the same beginning. A reused prefix is followed by bounded replay, which is an approximation,
-    so samples then depend on the kept prefixes. version: the version of the policy, which is recorded for each token
-    and can be changed between steps; a change drops the kept prefixes. drafter: proposes tokens for speculative
-    decoding. min_confidence: only as many drafts are proposed as will all be accepted with at least this probability,
-    according to the confidence head (0: all drafts).
+    `Sample.routing`. prefix_tokens: the number of tokens in the prefix cache, which keeps main KV and index keys for
+    later prompts (without images) with the same beginning. A reused prefix is followed by bounded replay, which is an
+    approximation, so samples then depend on the cached prefixes. version: the version of the policy, which is recorded
+    for each token and can be changed between steps; a change empties the prefix cache. drafter: proposes tokens for
+    speculative decoding. min_confidence: the model checks the longest run of drafts that, according to the confidence
+    head, are all accepted with at least this probability (0: all drafts).
 
     With `runtime.decoder_replay`, decoder layers process only the last `sliding_window` tokens of each prompt.
     """
@@ -143,7 +144,7 @@ class Generator:
 
     @property
     def version(self) -> int:
-        """The version of the policy, which is recorded in `Sample.versions` for each token drawn from now on."""
+        """The version of the policy; `Sample.versions` records it for each token that is drawn."""
         return self._version
 
     @version.setter
@@ -201,7 +202,7 @@ class Generator:
         return [running for running in self.running if running.row is not None and not running.sample.tokens]
 
     def _follow(self, leader: _Running) -> None:
-        """Give every follower of a prefilled sample a copy of its cache row."""
+        """Give every sample with the same prompt as the prefilled sample `leader` a copy of the leader's cache row."""
         for running in leader.followers:
             running.row = self.cache.copy_of_row(leader.row)
             running.routing, running.sample.replay_start = list(leader.routing), leader.sample.replay_start
@@ -255,8 +256,8 @@ class Generator:
         return [running for running in pending if not running.sample.tokens]
 
     def _pass(self, batch: list[_Running], parts: list[list[int]]) -> dict[int, Tensor]:
-        """Run the model on the next tokens of each sequence. Returns, by cache row, the hidden state [d] of the last
-        token; rows whose tokens the decoder layers skip are missing.
+        """Run the model on the next tokens of each sequence. Returns a dictionary from each cache row to the hidden
+        state [d] of its last token, without the rows whose tokens the decoder layers skip.
         """
         whole = self._step(batch, parts)
         hidden, step, routing = self._run(batch, whole)
@@ -274,8 +275,8 @@ class Generator:
 
     def _run(self, batch: list[_Running], whole: Step) -> tuple[Tensor | None, Step | None, Sequence[Tensor]]:
         """Run all layers on the tokens of a step. Returns the hidden states [T', d] of the tokens that decoder layers
-        process, the step of these tokens (both None if there are none), and the routing of each sequence if it is
-        recorded.
+        process, the step of these tokens (hidden states and step are None if there are no such tokens), and the routing
+        of each sequence if routing is recorded.
         """
         model, text, drafter, step = self.model, self.model.config.text, self.drafter, whole
         targets = () if drafter is None else text.dspark_target_layer_ids
@@ -307,8 +308,9 @@ class Generator:
         return None if step is None else model.final_hidden(state), step, routing
 
     def _read_routing(self, chosen: list[tuple[Tensor, int, Tensor]], tokens: int) -> Tensor:
-        """The experts int16 [T, layers, k] on the CPU, -1 in layers that did not process a token, read from the device
-        once. chosen: for each layer its tokens int64 [T'], its number, and the experts int64 [T', k] on the device.
+        """The chosen experts int16 [T, layers, k] on the CPU, copied from the device all at once; -1 where a layer did
+        not process a token. chosen: for each layer the indices of its tokens int64 [T'], the layer number, and the
+        experts int64 [T', k] on the device.
         """
         text = self.model.config.text
         found = torch.full((tokens, text.num_hidden_layers, text.num_experts_per_tok), -1, dtype=torch.int16)
@@ -319,8 +321,8 @@ class Generator:
         return found
 
     def _speculate(self, batch: list[_Running]) -> None:
-        """Run one step of speculative decoding: propose drafts, run the model on them, and keep the drafts that
-        `verify` accepts and one more token.
+        """Run one step of speculative decoding: propose drafts, run the model on them, and append the drafts that
+        `verify` accepts and one more token to the samples.
         """
         requests = [running.sample.request for running in batch]
         # The positions of the next tokens

@@ -2,9 +2,9 @@
 coefficients.
 
 In shapes, T is the number of tokens, n the number of residual streams (`hc_mult`) and d the hidden size. Coefficients
-are always fp32. The input of a sublayer is `collapse(X, pre)`, with `pre` of the previous sublayer, and its output y
-changes the streams X to `expand(X, y, post, comb)`. The coefficients of a sublayer are computed from the streams before
-it.
+are always fp32. The input of a sublayer is `collapse(X, pre)`, where the previous sublayer computed `pre`, and the
+output y of the sublayer changes the streams X to `expand(X, y, post, comb)`. The coefficients of a sublayer are
+computed from the streams before the sublayer.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Stores the softmax and the denominators of every Sinkhorn step, and repeats the divisions in the backward pass,
-    because storing 2*iters small matrices per token would take most of a block's memory. All steps are done in place,
-    because launching many small operations is the main cost.
+    """Stores only the softmax and the denominators of every Sinkhorn step, and repeats the divisions in the backward
+    pass, because storing 2*iters small matrices per token would take most of a block's memory. All steps are done in
+    place, because launching many small operations is the main cost.
     """
 
     @staticmethod
@@ -171,8 +171,8 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 class _Expand(torch.autograd.Function):
-    """Runs n*(n+1) fused multiply-adds on [T, d], because on a CPU a batched product of T tiny matrices is several
-    times slower.
+    """Computes `expand` with n*(n+1) fused multiply-adds on [T, d], because on a CPU a batched product of T tiny
+    matrices is several times slower.
     """
 
     @staticmethod
@@ -201,8 +201,8 @@ class _Expand(torch.autograd.Function):
 
 
 def _cache_sized(streams: Tensor):
-    """Ranges of rows that are processed together: on a CPU so few that their streams stay in a core's cache, on other
-    devices all rows at once.
+    """Yield the ranges of tokens that are processed together: on a CPU, ranges so short that their streams fit into a
+    core's cache; on other devices, all tokens at once.
     """
     tokens = streams.shape[0]
     step = max(1, 2**18 // streams.shape[1:].numel()) if streams.device.type == "cpu" else max(1, tokens)

@@ -89,8 +89,8 @@ def select(
 
 
 def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
-    """Yield for each chunk of queries: (queries, their first slot, the best score of each of their blocks, their best
-    entries).
+    """Yield one tuple for each chunk of queries: the range of queries, the first slot of the scored range, the best
+    score of each block, and the slots of the best entries.
     """
     scored = _scores_of_own if entries.own else _scores_of_ranges
     for rows, low, scores in scored(query, keys, entries, block):
@@ -99,8 +99,8 @@ def _selected(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, bloc
 
 
 def _selected_by_kernels(query: IndexQuery, keys: Tensor, entries: Entries, topk: int, block: int):
-    """As `_selected`, but by Triton kernels and without keeping scores in memory: the scores in the best blocks are
-    computed again. The block size must be a power of two.
+    """As `_selected`, but computed by Triton kernels that do not store all scores: only the scores in the best blocks
+    are computed again. The block size must be a power of two.
     """
     from model.kernels.indexer import block_peaks
 
@@ -144,8 +144,8 @@ def _best_of_blocks(
 
 
 def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
-    """Yield (queries, their first slot, their masked scores [C, n]) for chunks of consecutive queries, which share one
-    range of slots.
+    """Yield (range of queries, first slot, masked scores [C, n]) for each chunk of C consecutive queries; the queries
+    of a chunk share one range of n slots.
     """
     scratch = Scratch()
     for start, stop, low, high in _query_chunks(entries, query.q.shape[1], block):
@@ -157,8 +157,8 @@ def _scores_of_ranges(query: IndexQuery, keys: Tensor, entries: Entries, block: 
 
 
 def _scores_of_own(query: IndexQuery, keys: Tensor, entries: Entries, block: int):
-    """As `_scores_of_ranges`, for queries that each have their own `entries.own` slots; the first slots are a column
-    [C, 1].
+    """As `_scores_of_ranges`, if each query has its own range of `entries.own` slots; the yielded first slots are then
+    a column [C, 1].
     """
     scratch = Scratch()
     keys = keys.view(-1, entries.own, keys.shape[1])
@@ -212,8 +212,8 @@ def select_from_candidates(
 
 def _query_chunks(entries: Entries, cost: float, block: int):
     """Yield (start, stop, low, high): a range of queries, and the range of slots, in whole blocks, that they can see.
-    The size of chunks is bounded also if they span many short documents; queries that see no entry are skipped. cost:
-    the number of values kept in memory per query and slot.
+    The size of chunks is bounded even if a chunk spans many short documents; chunks whose queries see no entry are
+    skipped. cost: the number of values kept in memory per query and slot.
     """
     first, last = entries.host_from.tolist(), entries.host_to.tolist()
     budget = chunk_elements(entries.visible_to.device)
@@ -242,8 +242,8 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, scratch: Scratch) -> Tenso
 
 
 def _hide_unseen_(scores: Tensor, entries: Entries, start: int, stop: int, low: int) -> None:
-    """Set the scores of entries that a query must not see to -inf. Inside one document only the newest entries can be
-    invisible.
+    """Set the scores of entries that a query must not see to -inf. If all queries belong to one document, only its
+    newest entries can be invisible.
     """
     first = low
     if entries.host_from[start] == entries.host_from[stop - 1]:
@@ -258,7 +258,8 @@ def _best_blocks(
     peaks: Tensor, visible_from: Tensor, visible_to: Tensor, low: int | Tensor, block: int, pool: int
 ) -> Tensor:
     """The candidate blocks of a chunk of queries, int32 [C, min(pool, blocks in range)], -1 if fewer blocks are
-    visible. Overwrites peaks [C, blocks]; low (a number or [C, 1]) is the first slot of the first block.
+    visible. Overwrites peaks [C, blocks], the best score of each block; low (a number or [C, 1]) is the first slot of
+    the first block.
     """
     newest = (visible_to[:, None] - 1 - low).clamp(min=0) // block
     sees = visible_to > visible_from
@@ -269,9 +270,10 @@ def _best_blocks(
 
 def _best(scores: Tensor, peaks: Tensor, topk: int, low: int | Tensor, block: int) -> Tensor:
     """The slots of the best entries, int32 [C, min(topk, n)], -1 if fewer entries are visible; low (a number or [C, 1])
-    is the first slot.
+    is the slot of the first score.
 
-    The best k entries are in the k blocks with the highest peaks, so only the entries of those blocks are sorted.
+    The best k entries are in the k blocks with the highest peaks (best scores), so only the entries of these blocks are
+    sorted.
     """
     place = None
     if peaks.shape[1] > 2 * topk:
@@ -302,8 +304,8 @@ def indexer_loss(
     The target is the attention mass [T, K] on the selected entries, summed over the heads of all layers that use the
     selection, L1-normalised and detached. The student is the softmax of the indexer scores over the same entries.
     supervised bool [T]: the queries that the loss includes, unless they see no entry. rows int64 [R]: the indices of
-    these queries; without it, the host waits for the device to count them. The loss is that of V3.2's sparse training
-    stage, applied to V4.1.
+    the supervised queries; without `rows`, the host waits for the device to count these queries. The loss is the
+    indexer loss of V3.2's sparse training stage, applied to V4.1.
     """
     (q, weights), keys, topk_indices = indexer_loss_inputs
     if in_triton(q):

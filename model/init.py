@@ -14,9 +14,10 @@ def init_weights(model: nn.Module, std: float, n: int, seed: int) -> None:
     names and from one random generator.
 
     Matrices, embeddings and Engram tables are drawn from normal(0, std). Norm weights and Engram's key and query
-    weights are 1. Biases, attention sinks and router biases are 0. The report does not specify the mHC coefficients, so
-    the following is our choice: `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the input-dependent
-    part is scaled by 0.01. A shard of a parameter gets the values that the whole parameter would have at its place.
+    weights are 1. Biases, attention sinks and router biases are 0. The V4.1 report does not specify the initial mHC
+    coefficients, so the following is our choice: `pre` starts at 1/n, `post` at 1, `comb` near the identity, and the
+    input-dependent part is scaled by 0.01. A shard of a parameter gets the same values as the corresponding part of the
+    whole parameter.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -44,8 +45,8 @@ DRAWN = 1 << 20
 
 
 def _draw_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill a contiguous parameter with normal random numbers. For a shard, the numbers of the whole parameter are drawn
-    and those of the shard are kept.
+    """Fill a contiguous parameter with normal random numbers. For a shard, random numbers are drawn for the whole
+    parameter, and only the part for the shard is used.
     """
     shard = getattr(parameter, "shard", None)
     flat = parameter.view(-1)

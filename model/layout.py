@@ -27,14 +27,15 @@ from model.rope import inverse_frequencies, rotations
 
 @dataclass(frozen=True)
 class Entries:
-    """The compressed entries of one compression ratio r, in the order of their slots.
+    """The compressed entries of one compression ratio r, in the order of their slots (indices in the tensor of all
+    entries).
 
     The floor(len/r) entries of a document fill consecutive slots. The slots of each document start at a multiple of
     `candidate_block_size`, so a block of the hierarchical indexer is `slot // block_size`, and the entries that a query
     sees are always one range of slots.
 
-    Under context parallelism (see `Chunk`), slots count the entries of all tokens, but `members` and `phasors` list
-    only the slots that this rank computes, whose last token is in its chunk, filled up to `gathered.capacity` rows.
+    Under context parallelism (see `Chunk`), slots number the entries of all ranks, but `members` and `phasors` list
+    only the slots that this rank computes (those whose last token is in its chunk), padded to `gathered.capacity` rows.
     """
 
     ratio: int
@@ -55,7 +56,7 @@ class Entries:
     gathered: GatherPlan | None = None  # for a chunk: how many slots each rank computes
 
     def __post_init__(self) -> None:
-        """Refuse more slots than the int32 numbers of selected entries can count."""
+        """Raise ValueError if there are too many slots for int32 slot indices."""
         if self.slots >= 2**31:
             raise ValueError(
                 f"the batch has {self.slots:,} entry slots with compression ratio {self.ratio}, but slots are numbered "
@@ -82,9 +83,9 @@ class Chunk:
 class SequenceLayout:
     """The layout of the tokens of one micro-batch. It is immutable, built once and read by every layer.
 
-    With a `chunk`, T is the number of this rank's tokens, and token indices count from the first of them (negative
-    indices are earlier tokens). Documents and slots are numbered as without chunks, so `document_lengths` covers all
-    documents.
+    With a `chunk`, T is the number of this rank's tokens, and token index 0 is the first of this rank's tokens
+    (negative indices are earlier tokens). Chunks do not change the numbers of documents and slots, so
+    `document_lengths` covers all documents.
     """
 
     rows: int
@@ -108,11 +109,11 @@ class SequenceLayout:
         return self.position.shape[0]
 
     def to(self, device: torch.device) -> SequenceLayout:
-        """The same on another device; from pinned memory without waiting."""
+        """The layout with all tensors moved to `device`; the host does not wait for copies from pinned memory."""
         return _with_tensors(self, lambda x: x.to(device, non_blocking=True))
 
     def pinned(self) -> SequenceLayout:
-        """The same in pinned memory, from which a GPU can copy without making the host wait."""
+        """A copy of the layout in pinned memory, from which a GPU can copy without making the host wait."""
         return _with_tensors(self, Tensor.pin_memory)
 
     def flatten(self, x: Tensor) -> Tensor:
@@ -121,8 +122,8 @@ class SequenceLayout:
         return flat if self.gather is None else flat.index_select(0, self.gather)
 
     def flatten_with_lookback(self, x: Tensor) -> Tensor:
-        """As `flatten`, but the result [b + T, ...] begins with the rows of the b tokens before the chunk that Engram's
-        n-grams reach.
+        """As `flatten`, but the result [b + T, ...] begins with the rows of the b tokens before the chunk, because
+        Engram's n-grams at the start of the chunk include these tokens.
         """
         if self.chunk is None:
             return self.flatten(x)
@@ -130,7 +131,9 @@ class SequenceLayout:
         return torch.cat([flat.index_select(0, self.chunk.lookback), self.flatten(x)])
 
     def image_with_lookback(self) -> Tensor | None:
-        """The image flags bool [b + T] of the tokens in the order of `flatten_with_lookback`."""
+        """Whether each token in the result of `flatten_with_lookback` belongs to an image, bool [b + T]; None without
+        images.
+        """
         if self.image is None or self.chunk is None or self.chunk.lookback_image is None:
             return self.image
         return torch.cat([self.chunk.lookback_image, self.image])
@@ -145,7 +148,7 @@ class SequenceLayout:
         return following.masked_fill(self.position + 1 == self.document_lengths[self.document], -100)
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S, ...]; padding positions are zero, and those of other chunks."""
+        """Turn [T, ...] into [B, S, ...]; padding positions and positions of other ranks' chunks are zero."""
         if self.gather is not None:
             full = x.new_zeros(self.rows * self.row_length, *x.shape[1:])
             x = full.index_copy(0, self.gather, x)
@@ -156,7 +159,7 @@ Placed = TypeVar("Placed", bound=Entries | Chunk | SequenceLayout | HaloPlan)
 
 
 def _with_tensors(value: Placed, change: Callable[[Tensor], Tensor]) -> Placed:
-    """The same with `change(x)` in place of each tensor x."""
+    """A copy of `value` in which each tensor x is replaced by `change(x)`, also in nested values."""
     changed: dict[str, Any] = {}
     for field in fields(value):
         held = getattr(value, field.name)
@@ -238,8 +241,8 @@ def bound_windows(window_start: Tensor, position: Tensor, document_start: Tensor
 
 
 def prompt_lengths(layout: SequenceLayout, labels: Tensor) -> Tensor:
-    """The number of tokens before the first supervised token of each document, int64 [documents]; 0 if no token is
-    supervised. labels int64 [T] are not shifted.
+    """The prompt length of each document, int64 [documents]: the number of tokens before the first supervised token, or
+    0 if no token is supervised. labels int64 [T] are not shifted.
     """
     first = torch.where((labels >= 0) & (layout.position > 0), layout.position, layout.tokens)
     lengths = torch.full_like(layout.document_lengths, layout.tokens).scatter_reduce(0, layout.document, first, "amin")
@@ -247,7 +250,9 @@ def prompt_lengths(layout: SequenceLayout, labels: Tensor) -> Tensor:
 
 
 def _replays(replay_start: Tensor, rows: int, seq_lens: Tensor | None, length: Tensor) -> Tensor:
-    """The replay starts int64 [documents] of the existing documents, from [B, documents]."""
+    """The replay starts int64 [documents] of all documents, without the entries of `replay_start` [B, documents] for
+    absent documents. Raises ValueError for a wrong shape or a value outside its document.
+    """
     wanted = (rows, 1) if seq_lens is None else tuple(seq_lens.shape)
     if tuple(replay_start.shape) != wanted:
         raise ValueError(f"replay_start must be {list(wanted)}, one for each document, got {list(replay_start.shape)}")
@@ -285,7 +290,7 @@ def _entries(ratio, block, length, token_start, document, position, yarn) -> Ent
 
 
 def _documents(rows: int, row_length: int, attention_mask: Tensor | None, seq_lens: Tensor | None):
-    """The start in the flattened [B*S] and the length of every document, in order."""
+    """The start position in the flattened [B*S] batch, and the length, of every document in order."""
     if attention_mask is not None and seq_lens is not None:
         raise ValueError("give either attention_mask or seq_lens, not both; seq_lens already determines the padding")
     starts: list[int] = []

@@ -24,9 +24,9 @@ class Objective(Protocol):
     """The interface of a function that replaces the cross-entropy. It returns the sum of a loss over the supervised
     positions of a batch, 0-d, which is later divided by the number of supervised targets in the step.
 
-    hidden [R, d] after the final norm, weight [V, d] of the whole head, targets int64 [R], places int64 [R]: the
-    positions of the targets in the flattened batch, so that `x.flatten()[places]` selects the values of a tensor x [B,
-    S] for the targets.
+    hidden [R, d]: hidden states after the final norm; weight [V, d]: the whole output head; targets int64 [R]; places
+    int64 [R]: the positions of the targets in the flattened batch, so `x.flatten()[places]` is the value of a tensor x
+    [B, S] at each target.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, places: Tensor) -> Tensor: ...
@@ -37,8 +37,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, shard: Sh
     int64 [R].
 
     Logits are computed in the dtype of hidden and reduced in fp32, one chunk at a time, together with their gradients.
-    With `shard`, `weight` has only these rows of the output head; all ranks must call the function together, forward
-    and backward. It gathers the rows in the dtype of hidden and sums their gradient over the ranks in fp32.
+    With `shard`, `weight` has only these rows of the output head, and all ranks must run the forward and the backward
+    pass together. The function gathers the rows in the dtype of hidden and sums their gradient over the ranks in fp32.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, targets, shard)
 
@@ -175,7 +175,9 @@ class _DraftDistances(torch.autograd.Function):
 
 @without_autocast
 def _drafts(hidden, weight, embedded, markov, teacher_hidden) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the row range, log q and p of each chunk."""
+    """Yield for each chunk the range of its rows, the log-probabilities of the drafter (log q) and the probabilities of
+    the backbone (p).
+    """
     cast = weight.to(hidden.dtype)
     for rows in _chunks(hidden, weight):
         logits = _logits(hidden[rows], cast)
@@ -187,7 +189,8 @@ def reverse_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_w
     """KL(student || teacher) over the whole vocabulary at every position, in nats, fp32 [R] (fp64 for fp64 input).
 
     hidden [R, d] and weight [V, d] belong to the student and get gradients; teacher_hidden [R, d'] and teacher_weight
-    [V, d'] get no gradients. The logits of both are computed one chunk at a time, and again in the backward pass.
+    [V, d'] get no gradients. The logits of student and teacher are computed one chunk at a time, and again in the
+    backward pass.
     """
     return _ReverseKL.apply(hidden, weight, teacher_hidden.detach(), teacher_weight.detach())
 
@@ -223,7 +226,7 @@ def forward_kl(
     """KL(teacher || student) at every position, in nats, fp32 [R] (fp64 for fp64 input): over the whole vocabulary, or
     with `top_k` over the teacher's k likeliest tokens and one more class, which stands for all other tokens.
 
-    The classes of `top_k` are those of the whole vocabulary taken together, so the result is at most the divergence
+    Merging tokens into one class cannot increase a divergence, so the result with `top_k` is at most the divergence
     over the whole vocabulary. Shapes and gradients are as in `reverse_kl`.
     """
     top_k = None if top_k is None or top_k >= weight.shape[0] else top_k
@@ -266,7 +269,9 @@ class _ForwardKL(torch.autograd.Function):
 
 
 def _with_the_rest(log_probs: Tensor, chosen: Tensor) -> Tensor:
-    """The log-probabilities [R, k + 1] of the chosen tokens int64 [R, k], and of all other tokens together."""
+    """The log-probabilities [R, k + 1] of the k chosen tokens int64 [R, k] and, in the last column, of all other tokens
+    together.
+    """
     rest = log_probs.scatter(1, chosen, float("-inf")).logsumexp(-1, keepdim=True)
     return torch.cat([log_probs.gather(1, chosen), rest], dim=-1)
 
@@ -288,7 +293,9 @@ def _head_gradients(ctx, hidden: Tensor, weight: Tensor, d_logits) -> tuple[Tens
 
 @without_autocast
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[R, V] of hidden [R, d] and weight [V, d], of one type: fp32 where that is narrower, never rounded to it."""
+    """The logits [R, V] of hidden [R, d] and weight [V, d], which have the same dtype; for bf16 inputs the logits are
+    fp32 and never rounded to bf16.
+    """
     if hidden.is_cuda and hidden.dtype != _wide(hidden):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # not on the CPU
     return hidden.to(_wide(hidden)) @ weight.to(_wide(hidden)).t()

@@ -27,10 +27,9 @@ from model.rounding import Linear, Rounds
 
 
 class Routing(NamedTuple):
-    """The result of the router: the chosen experts indices int64 [T, k], their weights fp32 [T, k], the scores fp32 [T,
-    E] without bias, and load int64 [2, E], the number of times each expert was chosen by text tokens (0) and by image
-    tokens (1). rows: the numbers of rows that are exchanged between ranks, or None if the experts are not split over
-    ranks.
+    """The result of the router: `indices` int64 [T, k] of the chosen experts, their `weights` fp32 [T, k], the `scores`
+    fp32 [T, E] without bias, and `load` int64 [2, E], which counts how often each expert was chosen by text tokens (0)
+    and by image tokens (1). `rows`: how many rows the ranks exchange, or None if the experts are not split over ranks.
     """
 
     indices: Tensor
@@ -45,8 +44,9 @@ class Routing(NamedTuple):
 
 
 class MoEFirstPass(NamedTuple):
-    """The results of the first pass of an MoE layer that its recomputation reuses: `indices`, `load` and `rows` of the
-    routing, and the output [T, d] of the layer (None: the results of the experts are exchanged and summed again).
+    """The results of an MoE layer's first forward pass that the recomputation of the layer reuses: `indices`, `load`
+    and `rows` of the routing, and the output [T, d] of the layer (None: the results of the experts are exchanged and
+    summed again).
     """
 
     indices: Tensor
@@ -75,9 +75,9 @@ class Gate(nn.Module):
         self, x: Tensor, image: Tensor | None, replayed_experts: Tensor | None = None, first: MoEFirstPass | None = None
     ) -> Routing:
         """Route the tokens x [T, d]; image bool [T] marks image tokens (None: text only). replayed_experts int64 [T,
-        k]: experts to use instead of the router's choice, where not -1. Replayed experts are weighted by the current
-        scores, so that the weights of the router still get gradients. `first` is given in recomputation: the experts
-        chosen in the first pass are used again.
+        k]: experts to use instead of the router's choice (-1: the router's choice). Replayed experts are weighted by
+        the current scores, so that the weights of the router still get gradients. `first` is passed only in
+        recomputation, which uses the experts chosen in the first pass again.
         """
         with torch.autocast(x.device.type, enabled=False):
             scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
@@ -125,9 +125,9 @@ class Experts(Watched, Rounds):
         fp8: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Returns the weighted sum of the outputs of each token's experts, fp32 [T, d], for x [T, d], and the result of
-        `meanwhile`, which is called while tokens travel between ranks. With `combine=False`, the first is [0, d], and
-        only the tensors that the backward pass needs are computed; results are neither exchanged nor summed. With
-        `fp8`, x is rounded to FP8 and travels in that format.
+        `meanwhile`, which is called while tokens travel between ranks. With `combine=False`, the weighted sum is
+        replaced by an empty tensor [0, d], and only the tensors that the backward pass needs are computed; results are
+        neither exchanged nor summed. With `fp8`, x is rounded to FP8 and travels in that format.
         """
         k = routing.indices.shape[1]
         if fp8:
@@ -152,8 +152,8 @@ class Experts(Watched, Rounds):
         return _Combine.apply(y.float(), token, place, k, combine), beside
 
     def _weighted(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """The weighted expert outputs for rows [R, d] sorted by this rank's experts; weights fp32 [R], counts: rows per
-        expert.
+        """The weighted expert outputs for rows [R, d] sorted by this rank's experts; weights fp32 [R]: the routing
+        weight of each row; counts: the number of rows of each expert.
         """
         ends = counts.cumsum(0).to(torch.int32)
         hidden = clamped_swiglu(self.linear("w1", rows, ends), self.linear("w3", rows, ends), self.limit, weights)
@@ -221,8 +221,8 @@ class MoE(nn.Module):
         fp8: bool = False,
     ) -> tuple[Tensor, Routing]:
         """Returns the output [T, d] for x [T, d], and the routing. replayed_experts: see `Gate`; first: the results of
-        the first pass, given in recomputation; fp8: see `Experts`. The routing is returned and not stored, so that
-        recomputation does not count tokens twice.
+        the first pass, passed only in recomputation; fp8: see `Experts`. The routing is returned and not stored, so
+        that recomputation does not count tokens twice.
         """
         routing = self.gate(x, layout.image, replayed_experts, first)
         if first is None and self.ranks.size > 1:
@@ -244,7 +244,7 @@ class MoE(nn.Module):
 
 def check_routing(config: TextConfig, routing: Tensor, rows: int, row_length: int) -> None:
     """Raise ValueError if `routing` [B, S, layers, k] does not contain, for every token and layer, either k different
-    experts or k times -1 (not recorded).
+    experts or only -1 (not recorded).
     """
     k, experts = config.num_experts_per_tok, config.n_routed_experts
     shape = (rows, row_length, config.num_hidden_layers, k)
@@ -269,11 +269,10 @@ def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Ten
     """The sequence-level balance loss, summed over layers and tokens: for each layer, the sum over documents of length
     * sum_e f_e P_e (as in DeepSeek-V3).
 
-    f_e is E/(k*T) * count_e and P_e is the mean over the document of score_e / sum_e score_e. The balance
-    loss of a document is weighted by its length, so that packing documents into rows does not change it; the report
-    leaves this weight open. The result is 0-d fp32, and
-    only P has a gradient. Under context parallelism, counts are summed over the ranks that share a document, and the
-    loss is that of this rank's tokens.
+    f_e is E/(k*T) * count_e and P_e is the mean over the document of score_e / sum_e score_e. The balance loss of a
+    document is weighted by the document's length, so that packing documents into rows does not change the loss; the
+    V4.1 report does not specify this weight. The result is 0-d fp32, and only P has a gradient. Under context
+    parallelism, counts are summed over the ranks that share a document, and the result covers only this rank's tokens.
     """
     experts, k = routings[0].scores.shape[1], routings[0].indices.shape[1]
     documents = layout.document_lengths.shape[0]
@@ -290,8 +289,8 @@ def sequence_balance(routings: Sequence[Routing], layout: SequenceLayout) -> Ten
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows [R, in], sorted by group, by the weight [E, out, in] of their group; ends int32 [E] holds the end
-    of each group. Returns [R, out], in the autocast dtype if autocast is on.
+    """Multiply rows [R, in], sorted by group, by the weight [E, out, in] of their group; ends int32 [E]: the index
+    after the last row of each group. Returns [R, out], in the autocast dtype if autocast is on.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
@@ -343,8 +342,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 class _Dispatch(torch.autograd.Function):
     """Copies tokens [T, d] to rows [T*k, d] sorted by expert; the gradient is summed over the k copies of a token in a
-    fixed order. token int64 [T*k]: the token of each row; place int64 [T*k]: the rows of each token's first, second,
-    ... copy.
+    fixed order. token int64 [T*k]: the index of each row's token; place int64 [T*k]: the row indices of the first
+    token's k copies, then of the second token's, and so on.
     """
 
     @staticmethod
@@ -360,8 +359,8 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     """The transpose of `_Dispatch`: sums the rows [T*k, d], sorted by expert, to tokens [T, d]. With `combine=False`,
-    which a recomputation uses if it already has the result, it returns [0, d] and only saves the same tensors for the
-    backward pass.
+    which a recomputation uses if it already has the sums, the function returns an empty tensor [0, d] and only saves
+    the tensors for the backward pass.
     """
 
     @staticmethod

@@ -1,6 +1,4 @@
-"""Constants, counts and checks without host-device synchronisation, which the usual PyTorch functions for them would
-cause.
-"""
+"""Constants, counts and checks that avoid the host-device synchronisation of the usual PyTorch functions."""
 
 from __future__ import annotations
 
@@ -42,15 +40,15 @@ class Watched(nn.Module):
     """A module that checks the data received from other ranks. The result of a check stays on the device until
     `raise_faults` reads it.
 
-    fault int64 [5]: describes the first failed check since the last `raise_faults`, by the number of wrong rows, the
-    number of rows, and three values that `complain` turns into a message. None if nothing was checked.
+    fault int64 [5]: the first failed check since the last `raise_faults`, described by the number of wrong rows, the
+    number of all rows, and three values that `complain` turns into a message. fault is None if nothing was checked.
     """
 
     fault: Tensor | None = None
 
     def note(self, wrong: Tensor, *evidence: Tensor) -> None:
-        """Record the result of a check: wrong bool [R] marks the wrong rows. evidence: up to three int64 [R], whose
-        values at the first wrong row are recorded.
+        """Record the result of a check: wrong bool [R] marks the wrong rows. evidence: up to three tensors int64 [R],
+        whose values at the first wrong row are recorded for the error message.
         """
         if not len(wrong):
             return
@@ -65,8 +63,8 @@ class Watched(nn.Module):
 
 
 def raise_faults(model: nn.Module) -> None:
-    """Raise RuntimeError if data received from other ranks since the last call did not match the announced counts. This
-    synchronises with the device, so it is called once per step.
+    """Raise RuntimeError if data received from other ranks since the last call did not match the announced counts. The
+    function waits for the device, so call it only once per step.
     """
     found = [(m, m.fault) for m in model.modules() if isinstance(m, Watched) and m.fault is not None]
     if not found:

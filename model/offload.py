@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostCopies:
-    """Keeps the tensors that the blocks of one forward pass save in host memory, in the order of the blocks."""
+    """Keeps in host memory the tensors that autograd saves for the blocks of one forward pass, in the order of the
+    blocks.
+    """
 
     def __init__(self) -> None:
         self._last: _HostCopy | None = None
@@ -28,8 +30,8 @@ class HostCopies:
 
 
 class _HostCopy:
-    """One tensor in host memory; `before` is the tensor that was moved before this one, which the backward pass needs
-    after it.
+    """One tensor in host memory. `before` is the tensor that was moved just before this one; the backward pass, in
+    reverse order, needs `before` just after this one.
     """
 
     def __init__(self, x: Tensor, before: _HostCopy | None):
@@ -69,8 +71,8 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from `to_host` back to the device, on the side stream; other streams must wait for the side stream
-    before they use the result.
+    """Copy a tensor that `to_host` returned back to the device, on a separate CUDA stream; other streams must wait for
+    this stream before they use the result.
     """
     if device.type != "cuda":
         return host

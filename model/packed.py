@@ -5,8 +5,7 @@ A `PackedWeight` replaces a parameter of a quantised checkpoint (released.py def
 the shape and dtype of the unpacked values, so that `nn.Linear`, adapters of `peft`, autocast and activation
 checkpointing work as with plain weights. A matrix product unpacks the matrix in the forward pass and again in the
 backward pass, and autograd saves only the packed form. An embedding look-up unpacks only the rows that it reads. The
-unpacked values are bit for bit those of an unpacked checkpoint, and therefore so are losses and the gradients of
-adapters.
+unpacked values are bit for bit the same as in an unpacked checkpoint, and so are losses and the gradients of adapters.
 """
 
 from __future__ import annotations
@@ -159,7 +158,9 @@ def _index_select(weight: PackedWeight, dim: int, index: Tensor) -> Tensor:
 def _slice(
     weight: PackedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """A slice of whole tiles of rows, which stays packed."""
+    """A slice of a packed weight: a range of rows that starts at the edge of a tile stays packed; other slices are
+    unpacked.
+    """
     rows, height = slice(start, end, step).indices(weight.shape[dim]), weight.packing.tile_rows
     first, stop, _ = rows
     if weight.dim() != 2 or dim or step != 1 or weight.transposed or first % height:
@@ -172,7 +173,7 @@ def _new_empty(weight: PackedWeight, size: list[int], *, dtype: Any = None, devi
 
 
 def _select(weight: PackedWeight, dim: int, index: int) -> Tensor:
-    """The weight of one expert of a stack, which stays packed."""
+    """The packed weight of one expert of a packed stack; for other selections, the selected unpacked values."""
     if weight.dim() == 3 and dim == 0:
         return weight._like(codes=weight.codes[index], scale=weight.scale[index])
     return weight.values().select(dim, index)
@@ -194,7 +195,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def frozen(codes: Tensor, scale: Tensor, packing: Packing, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A parameter that is kept packed and never trained."""
+    """Make a parameter from codes and scales that stays packed in memory and is never trained."""
     return torch.nn.Parameter(PackedWeight(codes, scale, packing, dtype), requires_grad=False)
 
 
@@ -234,8 +235,9 @@ def packed_weights_aside(model: nn.Module) -> Iterator[None]:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """The number of bytes that a packed or plain weight occupies on its device. A weight that stays on the host counts
-    as nothing: its pages belong to the file cache of the operating system, which can drop them.
+    """The number of bytes that a packed or plain weight occupies on its device. For a weight that stays on the host,
+    the number is 0, because its memory pages belong to the file cache of the operating system, which can drop the
+    pages.
     """
     if isinstance(tensor, PackedWeight):
         return 0 if tensor.on_host else tensor.packed_bytes

@@ -49,14 +49,15 @@ def load_where_it_fits(
 ) -> tuple[DeepseekV41, dict[str, Place]]:
     """Load a checkpoint folder, and store each part of the model in the first place that has room for the part.
 
-    Returns the model, and a dictionary from the name of each part to its place; the entry "" is the place of all parts
-    without an entry of their own. If the main device has room for the whole model, this function calls
-    `load_pretrained`; otherwise the returned model is frozen and in evaluation mode.
+    Returns the model, and a dictionary from the name of each model part to the place (GPU number, "cpu" or "disk") that
+    stores the part; the entry "" is the place of all parts without an entry of their own. If the main device has room
+    for the whole model, this function calls `load_pretrained`; otherwise the returned model is frozen and in evaluation
+    mode.
 
     max_memory: maximum memory to use in each place, as bytes or as text such as "10GiB". The keys are GPU numbers and
         "cpu"; the main device is the GPU with the lowest number, or the CPU if there is no GPU. None: the free memory.
     offload_folder: folder for the weights that fit neither on a GPU nor in host memory.
-    packed: keep the weights of a quantised folder packed also if the main device has room for the whole model.
+    packed: keep the weights of a quantised checkpoint packed even if the main device has room for the whole model.
 
     Raises ValueError if the main device has too little memory for the parts that it must hold, or if some weights must
     be stored on disk and offload_folder is None. Raises OSError if the disk of offload_folder is full. Also raises the
@@ -116,8 +117,8 @@ def load_offloaded(
 
 
 def _load(model: DeepseekV41, folder: Path, files: Mapping[int, _File]) -> None:
-    """Read the weights of the checkpoint in `folder` into the model. Whenever a share GIVE_BACK of the weights has been
-    read, the memory pages of the mapped `files` are given back to the operating system.
+    """Read the weights of the checkpoint in `folder` into the model. Each time another fraction GIVE_BACK of the
+    weights has been read, the memory pages of the mapped `files` are given back to the operating system.
     """
     read = 0.0
 
@@ -193,7 +194,7 @@ class _File:
     mapping: mmap.mmap
 
     def give_back(self) -> None:
-        """Let the operating system drop the memory pages of the mapping; the file keeps the written values."""
+        """Let the operating system drop the memory pages of the mapped file; the file keeps the written values."""
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -247,8 +248,8 @@ def _materialise(
 
 
 def _part_of(name: str, places: Mapping[str, Place]) -> str:
-    """Returns the part that the module called `name` belongs to: the longest key of `places` that is a prefix of
-    `name`.
+    """Returns the name of the part to which the module called `name` belongs: the longest key of `places` that is a
+    prefix of `name`.
     """
     return max((part for part in places if part == "" or f"{name}.".startswith(f"{part}.")), key=len)
 
@@ -259,8 +260,8 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _OnDemand(ModelHook):
-    """A hook that stores the weights of a block, and copies them to `device` while the block runs. While the block does
-    not run, its parameters are meta tensors.
+    """A hook that stores the weights of a block outside the block, and copies the weights to `device` while the block
+    runs. While the block does not run, its parameters are meta tensors.
     """
 
     no_grad = False

@@ -3,7 +3,7 @@ packed storage of the attention state in a cache (`KV_*`), and packed storage of
 released.py defines the packing of each weight), which `round_weight` simulates in training.
 
 The attention state uses three formats of the V4.1 report. Rounding changes the selection of the indexer, so training
-rounds too. The gradient is the identity also for values that were clipped.
+rounds too. Gradients pass through the rounding unchanged, also for values that were clipped.
 
   Window KV (FP8): E4M3 values in groups of 32 with a UE8M0 scale.
 
@@ -80,8 +80,8 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 def _fp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded fp32 values [..., groups, size] and the scales [..., groups, 1] of the FP8 format; the other `_parts`
-    functions return the same for other formats.
+    """The rounded fp32 values [..., groups, size] and the scales [..., groups, 1] of x in the FP8 format; the other
+    `_parts` functions return the values and scales of other formats.
     """
     groups = _groups(x, 32)
     scale = _power_of_two_above(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) / E4M3_MAX)
@@ -133,7 +133,7 @@ def _join(values: Tensor, scale: Tensor, like: Tensor) -> Tensor:
 
 
 class KVFormat(NamedTuple):
-    """The format of one kind of attention state: its fake quantiser, and its packed storage, which reproduces the fake
+    """The format of one kind of attention state: a fake quantiser, and a packed storage format that reproduces the fake
     quantiser's values bit for bit. `size` values share a scale. Four-bit codes hold two values a byte, the even channel
     in the low nibble.
     """
@@ -145,7 +145,7 @@ class KVFormat(NamedTuple):
     scale: torch.dtype
 
     def widths(self, width: int) -> tuple[int, int]:
-        """The number of elements of the codes and of the scales, for a row with `width` values."""
+        """The number of code elements and the number of scales that store a row of `width` values."""
         return (-(-width // 2) if self.codes == torch.uint8 else width), -(-width // self.size)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,11 +217,12 @@ FP4_ROWS = Packing(torch.int8, 1)
 def pack(matrix: Tensor, packing: Packing, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise a [rows, columns] matrix of finite values; returns (codes, scales float8_e8m0fnu).
 
-    The scale of a tile is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), where amax is at least
-    1e-4 and 6 * 2^-126 respectively, as in the fake quantisers above. `kept`: the scales with which the matrix was
-    stored before. A tile that its old scale represents exactly keeps this scale, so that unchanged weights are written
-    with unchanged bytes. The rule alone does not ensure this: if rounding has lowered amax to half of the range, the
-    rule gives half of the old scale for the same values, and the old scale may have been computed by another rule.
+    The scale of a tile is the smallest power of two with amax / scale <= 448 (E4M3) or 6 (E2M1), where amax, the
+    largest absolute value of the tile, is raised to at least 1e-4 (E4M3) or 6 * 2^-126 (E2M1), as in the fake
+    quantisers above. `kept`: the scales with which the matrix was stored before. A tile that its old scale represents
+    exactly keeps its old scale, so that unchanged weights are written with unchanged bytes. Without `kept`, unchanged
+    values could get another scale: if rounding has lowered amax to half of the range, the smallest power of two is half
+    of the old scale; and the old scale may come from a different rule.
     """
     tiles = _tiles(matrix.float(), packing.tile_rows)
     scale = _tile_scale(tiles, packing)
@@ -247,7 +248,8 @@ def round_weight(weight: Tensor, packing: Packing) -> Tensor:
     the weights of the quantised checkpoint. The gradient is the identity, also for values that were clipped. The result
     has the shape and dtype of `weight`.
 
-    In a stack of weights every weight is rounded on its own, which needs a packing whose tiles are one row high.
+    In a stack of weights, every weight is rounded on its own; a stack therefore needs a packing with tiles one row
+    high.
     """
     if weight.dim() > 2 and packing.tile_rows > 1:
         raise ValueError(f"a stack {list(weight.shape)} of weights cannot be rounded in tiles of several rows")

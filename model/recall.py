@@ -21,9 +21,9 @@ def indexer_recall(
 
     The reference is dense attention over all visible entries in the layers that use the selection, with the attention
     mass summed over heads and layers. The recall of a query is the mass on its selected entries divided by the mass on
-    the k entries with the most mass. It is averaged over the queries that see more than k entries (NaN if there are
-    none). The cost is quadratic in the sequence length, so use a small batch. `reduce` sums over processes if each
-    process has a part of the batch.
+    the k entries with the most mass. The recall of an indexer is the average over the queries that see more than k
+    entries (NaN if there are none). The cost is quadratic in the sequence length, so use a small batch. `reduce` sums a
+    tensor over the processes if each process has a part of the batch.
     """
     text, runtime = model.config.text, model.runtime
     inputs = {k: v for k, v in batch.items() if k != "labels"}

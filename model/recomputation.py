@@ -3,8 +3,8 @@ again.
 
 Some results of the first pass are kept in an immutable value (`first_pass`) and reused by the recomputation: the
 entries and experts that the block selected, the entries that the block received from other ranks, and the number of
-rows that the block exchanged with each rank. Recomputation therefore scores no entries again, does not synchronise the
-host with the device, and exchanges rows in the same order on every rank.
+rows that the block exchanged with each rank. Recomputation therefore does not score entries again and does not
+synchronise the host with the device, and every rank exchanges rows in the same order.
 """
 
 from __future__ import annotations

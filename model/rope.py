@@ -21,7 +21,8 @@ def inverse_frequencies(config: TextConfig, compressed: bool) -> Tensor:
 
     Window layers use `rope_theta` without interpolation. Layers with compressed KV use `compress_rope_theta` with YaRN
     (V4.1 released configuration): frequencies with fewer than beta_slow rotations over the original context length are
-    divided by `factor`, those with more than beta_fast rotations are kept, and those between are interpolated linearly.
+    divided by `factor`, frequencies with more than beta_fast rotations are unchanged, and frequencies in between are
+    interpolated linearly.
     """
     dim = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta
@@ -59,7 +60,7 @@ def rotate(x: Tensor, phasors: Tensor, inverse: bool = False) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates with one copy; the gradient is rotated in the opposite direction."""
+    """The autograd function of `rotate`, which copies x once; the gradient is rotated in the opposite direction."""
 
     @staticmethod
     def forward(ctx, x: Tensor, phasors: Tensor, inverse: bool) -> Tensor:
@@ -74,7 +75,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, phasors: Tensor, inverse: bool) -> Tensor:
-    """(a + bi) * (cosine + sine i) of every pair, in the operations of a complex product, without the complex type."""
+    """Multiply every pair of channels (a, b), as a + bi, by cosine + i * sine (or by its conjugate if `inverse`),
+    without PyTorch's complex dtypes.
+    """
     pairs = phasors.shape[-2]
     cosine, sine = phasors.reshape(phasors.shape[0], *[1] * (x.dim() - 2), pairs, 2).unbind(-1)
     if inverse:

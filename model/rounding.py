@@ -22,8 +22,8 @@ from model.quantize import FP8_TILES, Packing, round_weight
 class Rounds:
     """Base class of modules that have weights which the released checkpoint stores quantised.
 
-    packing: the format of these weights; option: the field of `ForwardOptions` that switches their rounding on;
-    rounding: whether it is on.
+    packing: the quantised format of the weights; option: the field of `ForwardOptions` that switches their rounding on;
+    rounding: whether their rounding is on.
     """
 
     packing: ClassVar[Packing] = FP8_TILES
@@ -31,8 +31,8 @@ class Rounds:
     rounding = False
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The values of `weight` that the forward pass uses. A packed weight is returned as it is, because its values
-        are those of the format already.
+        """The values of `weight` that the forward pass uses. A packed weight is returned unchanged, because its values
+        are already rounded.
         """
         if not self.rounding or isinstance(weight, PackedWeight):
             return weight

@@ -16,8 +16,8 @@ DRAFTED, ACCEPTED, REPLACED = 1, 2, 3
 
 
 def uniform(seed: int, position: int, purpose: int = 0) -> float:
-    """The random number in [0, 1) for a sequence's token at `position`: a hash (splitmix64) of seed and position. Each
-    `purpose` has its own independent numbers.
+    """The random number in [0, 1) for a sequence's token at `position`: a hash (splitmix64) of seed and position.
+    Different values of `purpose` give independent random numbers.
     """
     start = _mixed(seed)
     if purpose:
@@ -37,7 +37,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
     """Draw one token for each sequence: returns tokens int64 [B] and their log-probabilities fp64 [B].
 
     logits fp32 [B, V]; temperature [B] (0 = greedy); top_p [B]; u fp64 [B] in [0, 1), a uniform random number for each
-    row, at which its cumulative distribution is inverted. Raises FloatingPointError for NaN or infinite logits.
+    row; the token is where the row's cumulative distribution reaches u. Raises FloatingPointError for NaN or infinite
+    logits.
     """
     log_p = log_distribution(logits, temperature, top_p)
     drawn = _at(log_p.exp(), u.to(logits.device, torch.float64))
@@ -46,8 +47,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
 
 
 def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """The log-probabilities fp64 [B, V] from which tokens are drawn; for greedy rows, those at temperature 1. Arguments
-    and errors are as in `draw`.
+    """The log-probabilities fp64 [B, V] from which tokens are drawn; greedy rows get the log-probabilities at
+    temperature 1. Arguments and errors are as in `draw`.
     """
     cuts = bool((top_p < 1).any())  # read before the move, so usually without waiting for the device
     temperature, top_p = (x.to(logits.device, torch.float64) for x in (temperature, top_p))
@@ -70,7 +71,9 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tens
 
 
 def _at(weights: Tensor, u: Tensor) -> Tensor:
-    """int64 [B]: the index that u fp64 [B] in [0, 1) selects, with probability proportional to weights fp64 [B, V]."""
+    """Returns int64 [B]: an index into each row of weights fp64 [B, V], drawn with probability proportional to its
+    weight by means of the uniform random number u fp64 [B] in [0, 1).
+    """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = (u[:, None] * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
@@ -87,8 +90,9 @@ def verify(
     seeds: Sequence[int],
     places: Sequence[int],
 ) -> list[tuple[list[int], list[float]]]:
-    """Apply the acceptance rule of speculative decoding: returns for every sequence its tokens and their
-    log-probabilities. These are the drafts before the first rejected one, followed by one token from the model.
+    """Apply the acceptance rule of speculative decoding: returns for every sequence its new tokens and their
+    log-probabilities. The new tokens are the drafts before the first rejected draft, followed by one token from the
+    model.
 
     A draft x drawn from the drafter's distribution q is accepted with probability min(1, p(x) / q(x)), where p is the
     model's distribution. A rejected draft is replaced by a token drawn from max(p - q, 0), normalised. Every token then
@@ -96,8 +100,9 @@ def verify(
     is accepted if it is the model's likeliest token.
 
     logits fp32 [sum of (n + 1), V]: the model's logits after each sequence's last token and after each of its n drafts;
-    counts: n of each sequence; drafts int64 [B, at least n]; draft_logits fp32 [B, at least n, V]: the logits that the
-    drafts were drawn from; temperature, top_p [B] as for `draw`; places: position of each sequence's next token.
+    counts: the number n of drafts of each sequence; drafts int64 [B, at least n]; draft_logits fp32 [B, at least n, V]:
+    the logits that the drafts were drawn from; temperature, top_p [B] as for `draw`; places: the position of each
+    sequence's next token.
     """
     device, most = logits.device, max(counts)
     number, slot = torch.tensor(counts), torch.arange(most + 1)
@@ -133,7 +138,9 @@ def verify(
 
 
 def _numbers(seeds: Sequence[int], places: Sequence[int], count: int, purpose: int) -> Tensor:
-    """Returns fp64 [B, count]: the random numbers of `uniform` for the next `count` positions of each sequence."""
+    """Returns fp64 [B, count]: the random numbers of `uniform` at `count` positions of each sequence, starting at the
+    position in `places`.
+    """
     rows = [
         [uniform(seed, place + n, purpose) for n in range(count)] for seed, place in zip(seeds, places, strict=True)
     ]

@@ -1,16 +1,18 @@
 """Attention over a sliding window and selected compressed entries: a plain reference implementation, and an
 implementation with linear cost in the sequence length.
 
-For each query and head h, both compute p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h)) and out = sum_k p
-k, with an fp32 softmax. The keys k are those in the query's window and its selected entries; there is one KV head, and
-keys are also the values. In shapes, T is the number of tokens, H the number of heads, D the head dimension, N the
-number of entry slots, K the number of selected entries and W the window size.
+For each query and head h, both implementations compute p = exp(q.k * scale) / (sum_k exp(q.k * scale) + exp(sink_h))
+and out = sum_k p k, with an fp32 softmax. The keys k are those in the query's window and its selected entries; there is
+one KV head, and the values are the same vectors as the keys. In shapes, T is the number of tokens, H the number of
+heads, D the head dimension, N the number of entry slots, K the number of selected entries and W the window size.
 
-`gathered_attention` computes the same if each query has its own tensor of keys (in decoding and drafting).
+`gathered_attention` computes the same attention for queries that each have their own tensor of keys (in decoding and
+drafting).
 
-`dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C,
-gathers for each block the C + W keys that it can see and its selected entries, and recomputes the probabilities in the
-backward pass. `sparse_attention` takes O(T * (W + K)) time and O(T) memory, and makes no matrix of size T x T or T x N.
+`dense_attention` masks full [T, T] and [T, N] score matrices. `sparse_attention` cuts the queries into blocks of C
+queries, gathers for each block the selected entries and the C + W keys that the block can see, and recomputes the
+probabilities in the backward pass. `sparse_attention` takes O(T * (W + K)) time and O(T) memory, and makes no matrix of
+size T x T or T x N.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ QUERY_BLOCK = 64
 
 
 def chunk_elements(device: torch.device) -> int:
-    """The number of scores in memory at once on a device; other accelerators use the number for CUDA."""
+    """The maximum number of attention scores in memory at once on a device; accelerators other than CUDA use CUDA's
+    number.
+    """
     return CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
 
 
@@ -43,10 +47,10 @@ def dense_attention(
     sink: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference implementation of attention. q [T, H, D]; window_kv [h + T, D], the keys of h tokens before the
-    first query and then of the queries' tokens; window_start int [T], the first visible token, counted from the first
-    query (negative: an earlier token); entries [N, D], topk_indices int [T, K] (-1 = none), sink fp32 [H] -> (out [T,
-    H, D], mass fp32 [T, K]: probability of each selected entry summed over heads).
+    """The reference implementation of attention. q [T, H, D]; window_kv [h + T, D], the keys of the h tokens before the
+    first query, followed by the keys of the T query tokens; window_start int [T], the first token in each query's
+    window, counted from the first query (negative: an earlier token); entries [N, D], topk_indices int [T, K] (-1 =
+    none), sink fp32 [H] -> (out [T, H, D], mass fp32 [T, K]: probability of each selected entry summed over heads).
     """
     tokens, near = q.shape[0], window_kv.shape[0]
     index = torch.arange(tokens, device=q.device)
@@ -68,8 +72,8 @@ def dense_attention(
 
 
 def _probabilities(dots: Tensor, hidden: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """Softmax of dots [T, H, n] over keys and the attention sink, without the column of the sink: fp32 [T, H, n].
-    hidden bool [T, n] marks masked keys.
+    """The softmax of dots [T, H, n] over the keys and the attention sink, returned without the sink's column: fp32 [T,
+    H, n]. hidden bool [T, n] marks masked keys.
     """
     scores = (dots.float() * scale).masked_fill(hidden[:, None, :], float("-inf"))
     scores = torch.cat([scores, sink.float()[None, :, None].expand(scores.shape[0], -1, 1)], dim=-1)
@@ -96,10 +100,11 @@ def dense_attention_mass(
     sink: Tensor,
     scale: float,
 ) -> Tensor:
-    """The mass that attention over the window and *all* visible entries would put on each entry, summed over heads:
-    fp32 [T, N].
+    """The attention probability that each entry would get if queries attended to the window and *all* visible entries,
+    summed over heads: fp32 [T, N].
 
-    This mass is the reference for measuring the quality of a selection. The cost is quadratic, so use small batches.
+    This attention mass is the reference for measuring the quality of a selection. The cost is quadratic in the sequence
+    length, so use small batches.
     """
     slot = torch.arange(entries.shape[0], device=q.device, dtype=torch.int32)
     seen = (slot >= visible_from[:, None]) & (slot < visible_to[:, None])
@@ -117,7 +122,9 @@ def sparse_attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """The linear-cost path: same arguments and results as `dense_attention`, plus the window size W; h < W."""
+    """Attention with linear cost: same arguments and results as `dense_attention`, plus the window size W; h must be
+    less than W.
+    """
     if in_triton(q):
         from model.kernels import sparse as kernels
 
@@ -131,8 +138,8 @@ def sparse_attention(
 
 
 class _Blocks:
-    """Cuts the token axis into blocks of C queries, which each see a span of `before` + C keys, and groups the blocks
-    into chunks of bounded size.
+    """Cuts the token axis into blocks of C queries, each of which sees a span of `before` + C keys, and groups the
+    blocks into chunks of bounded size.
     """
 
     def __init__(self, q: Tensor, window: int, selected: int):
@@ -156,14 +163,14 @@ class _Blocks:
         return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
     def pad_keys(self, x: Tensor) -> Tensor:
-        """Pad [h + T, D], which includes h keys before the first query, to [before + count*size, D] with zero rows on
+        """Pad the keys [h + T, D], of which h precede the first query, to [before + count*size, D] with zero rows on
         both sides.
         """
         halo = x.shape[0] - self.tokens
         return F.pad(x, (0, 0, self.before - halo, self.count * self.size - self.tokens))
 
     def key_spans(self, padded: Tensor, start: int, stop: int) -> Tensor:
-        """A view [blocks, span, D] of padded keys, in which the spans of blocks overlap."""
+        """A view [blocks, span, D] of the padded keys: the key spans of the blocks, which overlap."""
         row = padded.stride(0)
         return padded.as_strided(
             (stop - start, self.span, padded.shape[1]),
@@ -266,7 +273,7 @@ class Scratch:
         return out
 
     def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """The batched product of a and b in fp32: bf16 factors give sums that are not rounded to bf16."""
+        """The batched matrix product of a and b in fp32: for bf16 factors, too, the sums are not rounded to bf16."""
         out = self.empty(name, (a.shape[0], a.shape[1], b.shape[2]), a, torch.float32)
         if a.dtype == torch.float32:
             return torch.bmm(a, b, out=out)
@@ -298,14 +305,14 @@ class _Chunks:
         self.missing = topk_indices < 0
 
     def q_block(self, start: int, stop: int) -> Tensor:
-        """[blocks, C*H, D]"""
+        """The queries of a chunk of blocks, [blocks, C*H, D]."""
         size = self.blocks.size
         return self.q[start * size : stop * size].view(stop - start, -1, self.blocks.dim)
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute masked fp32 dot products with window keys, near [blocks, C*H, span], and with selected entries, far
-        [rows, H, K]; also returns these keys [blocks, span, D] and entries [rows, K, D]. The results are valid until
-        the next call.
+        [rows, H, K]; also returns the window keys [blocks, span, D] and the selected entries [rows, K, D]. The results
+        are valid until the next call.
         """
         blocks, scratch = self.blocks, self.scratch
         rows = slice(start * blocks.size, stop * blocks.size)

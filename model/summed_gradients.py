@@ -1,8 +1,8 @@
 """Sums in fp32 the gradients of a bf16 tensor that many layers read.
 
-Autograd adds the gradients of all readers of a tensor in the tensor's own type. With bf16 each addition would be
-rounded to eight bits. A collector is an fp32 tensor of the same shape, without memory of its own, that receives the
-gradients in place of the tensor, so autograd adds them in fp32.
+Autograd adds the gradients from all layers that read a tensor in the tensor's own dtype, so for a bf16 tensor each sum
+would be rounded to eight significant bits. A collector is an fp32 tensor of the same shape as the bf16 tensor, but
+almost without memory. It receives the gradients in place of the bf16 tensor, so autograd adds the gradients in fp32.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def collector(x: Tensor) -> Tensor | None:
-    """Returns a collector for x, whose gradient becomes the gradient of x. Returns None if the sum needs none: x is
-    fp32 or has no gradient.
+    """Returns a collector for x: an fp32 tensor whose gradient becomes the gradient of x. Returns None if x needs no
+    collector, because x is fp32 or has no gradient.
     """
     return None if x.dtype == torch.float32 or not x.requires_grad else _Collect.apply(x)
 
 
 def read(x: Tensor, collected: Tensor | None) -> Tensor:
-    """Returns x for one reader. The gradient of the reader is added to that of the collector `collected`, or to that of
-    x if it is None.
+    """Returns x for use in one layer. The gradient from this layer is added to the gradient of the collector
+    `collected`, or to the gradient of x if `collected` is None.
     """
     return x if collected is None else _Read.apply(x.detach(), collected)
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """Returns an fp32 tensor of zeros of the shape of x that takes the memory of one value."""
+    """Returns an fp32 tensor of zeros with the shape of x that takes the memory of a single value."""
     return x.new_zeros((), dtype=torch.float32).expand(x.shape)
 
 

@@ -46,9 +46,10 @@ class Losses(NamedTuple):
     """The losses of one micro-batch. `total` is differentiable and already divided by the denominators of the whole
     step, so the totals of all micro-batches add up to the loss of the step.
 
-    The other fields are detached: lm_sum, the language-model loss in nats summed over `supervised` targets;
-    balance_sum, summed over layers and tokens; index_kl_sum and index_queries for each indexer; expert_load int64
-    [layers, 2, E], tokens per expert for text and images.
+    All fields except `total` are detached: lm_sum, the language-model loss in nats summed over `supervised` targets;
+    balance_sum, the balance loss summed over layers and tokens; index_kl_sum, the summed KL loss of each indexer;
+    index_queries, the number of queries in each KL sum; expert_load int64 [layers, 2, E], the number of text tokens (0)
+    and image tokens (1) of each expert.
     """
 
     total: Tensor
@@ -86,13 +87,11 @@ def compute_losses(
 ) -> Losses:
     """Compute the losses of a micro-batch, divided by the loss denominators of its step.
 
-    Args:
-        lm_sum: the language-model loss, or an objective that replaces it, summed over the supervised tokens.
-        supervised: bool [T], the tokens with a target.
-        routings: the routing of every layer.
-        indexers: for every indexer, the inputs of its loss, and the attention mass fp32 [T, K] on its selected entries,
-            summed over the layers that use the selection.
-        train_indexer: whether indexers are trained; if False their gradients are zero, whatever `weights` is.
+    Args: lm_sum: the language-model loss, or an objective that replaces it, summed over the supervised tokens.
+        supervised: bool [T], the tokens with a target. routings: the routing of every layer. indexers: for every
+        indexer, the inputs of its loss, and the attention mass fp32 [T, K] on its selected entries, summed over the
+        layers that use the selection. train_indexer: whether indexers are trained; if False, the gradients of the
+        indexers are zero for any `weights`.
     """
     balance_sum = sequence_balance(routings, layout)
     train = train_indexer and weights.indexer_kl > 0
@@ -114,8 +113,9 @@ def compute_losses(
 def _indexer_losses(
     indexers: Sequence[tuple[IndexerLossInputs, Tensor]], supervised: Tensor, rows: Tensor | None, train: bool
 ) -> tuple[Tensor, Tensor]:
-    """For each indexer, the KL summed over its queries and the number of queries int64, both [indexers]. If indexers
-    are not trained, they get zero gradients, so that every parameter has a gradient. rows: see `indexer_loss`.
+    """For each indexer, the KL loss summed over its queries, fp32, and the number of its queries, int64, both
+    [indexers]. If indexers are not trained, their parameters get zero gradients, so that every parameter has a
+    gradient. rows: see `indexer_loss`.
     """
     if not indexers:
         return supervised.new_zeros(0, dtype=torch.float32), supervised.new_zeros(0, dtype=torch.int64)

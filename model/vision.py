@@ -64,7 +64,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Linear embedding of flattened [3, p, p] patches."""
+    """Linear embedding of image patches [3, p, p], which are flattened first."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -88,7 +88,7 @@ class VisionTower(nn.Module):
 
     def forward(self, pixel_values: Tensor, grids: Tensor) -> Tensor:
         """Compute the features [sum ceil(h/s)*ceil(w/s), s*s*c] of pixel_values [sum P, 3, p, p], for images with patch
-        grids int64 [images, 2] (h, w).
+        grids `grids` int64 [images, 2] (h, w).
 
         Images with the same grid are processed as one batch, and patches attend only to patches of the same image.
         Raises ValueError if the number of patches does not match the grids.
@@ -118,7 +118,8 @@ class VisionTower(nn.Module):
 
     def images_at(self, pixel_values: Tensor, grids: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor, int]:
         """Select the images that contribute to the features [begin, begin + count) of all images (arguments as in
-        `forward`). Returns their patches, their grids, and the number of their features before `begin`.
+        `forward`). Returns the patches and the grids of the selected images, and the number of their features before
+        `begin`.
         """
         ends = list(accumulate(self.feature_counts(grids)))
         first, last = bisect_right(ends, begin), bisect_left(ends, begin + count)
