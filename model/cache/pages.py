@@ -1,7 +1,7 @@
 """The paged cache of many sequences, and the index of prompt prefixes that sequences share.
 
-Compressed entries are stored in pages that each cover `page_tokens` tokens, so a sequence leaves less than one page
-unused. A page holds a whole number of the indexer's candidate blocks, and no compression group extends over two pages.
+Compressed entries are stored in pages of `page_tokens` tokens each, so a sequence wastes less than one page. A page
+holds a whole number of the indexer's candidate blocks, and no compression group extends over two pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PAGE_TOKENS = 64  # minimum tokens per page; rounded up to whole candidate block
 @dataclass
 class CachedSequence:
     """The state of one cached sequence: the number of tokens processed, its pages, the first position stored in the
-    window rings of encoder layers and of decoder layers, and (token id, whether it is an image token) of its last
-    tokens.
+    window rings of encoder layers and of decoder layers, and its last tokens as pairs (token id, whether it is an image
+    token).
     """
 
     length: int = 0
@@ -40,8 +40,9 @@ class Cache:
     row.
 
     kv_quant: whether main KV is stored packed as FP4; False is for models that run without `runtime.kv_quant`.
-    prefix_tokens: for how many tokens the main KV and index keys of finished prompts are kept, for later prompts with
-    the same beginning. drafter_stages: the number of drafter stages whose context keys are cached too (0: no drafter).
+    prefix_tokens: how many tokens of finished prompts the prefix index may hold; later prompts with the same beginning
+    reuse the main KV and index keys of these tokens.
+    drafter_stages: the number of drafter stages whose context keys are cached too (0: no drafter).
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Cache:
             pages.append(self._new_page())
 
     def trim(self, row: int) -> None:
-        """Free the last pages of a row if its tokens do not reach into them."""
+        """Free the pages at the end of a row that hold none of the row's tokens."""
         state = self.sequence(row)
         while (len(state.pages) - 1) * self.page_tokens >= state.length:
             self._release(state.pages.pop())
@@ -142,8 +143,8 @@ class Cache:
             self.free_pages.append(page)
 
     def keep_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """Add the full pages of a row, which holds `tokens`, to the prefix index. If the row itself reused a prefix,
-        the pages that it computed afterwards are only approximate and are not added.
+        """Add the full pages of a row to the prefix index; `tokens` are the tokens of the row. If the row itself reused
+        a prefix, the pages that it computed afterwards are only approximate and are not added.
         """
         state, size = self.sequence(row), self.page_tokens
         if not self.prefix_pages or state.window_from:
@@ -163,9 +164,10 @@ class Cache:
         """Start a new row with the longest cached prefix of its prompt. Returns s, the number of prompt tokens that the
         model can skip.
 
-        Only main KV and index keys are cached for prefixes, so the last `sliding_window` tokens of the match are
-        processed again (SWA bounded replay, V4.1 report). The row has no window keys before position s, and its entries
-        from position s on are computed anew. s is rounded down to a multiple of the compression ratios.
+        Only main KV and index keys are cached for prefixes, so the last `sliding_window` tokens of the cached prefix
+        are processed again ("SWA bounded replay" in the V4.1 report). The row has no window keys before position s, and
+        its entries from position s on are computed anew. The number s is rounded down to a common multiple of the
+        compression ratios.
         """
         state, size = self.sequence(row), self.page_tokens
         hit = self._touch(prompt[:-1])
@@ -181,8 +183,8 @@ class Cache:
         return start
 
     def _touch(self, tokens: Sequence[int]) -> list[int]:
-        """Find the cached pages that hold the beginning of `tokens`, and mark them as the most recently used pages, the
-        first page last.
+        """Find the cached pages that hold the beginning of `tokens`, and mark these pages as recently used, the first
+        page as the most recent.
         """
         keys, before, size = [], -1, self.page_tokens
         for at in range(0, len(tokens) - size + 1, size):
@@ -213,7 +215,7 @@ class Cache:
         return copy
 
     def stores(self) -> dict[str, Store]:
-        """All stores of the cache, by their names in `state_dict`."""
+        """Returns all stores of the cache in a dictionary, with the names that `state_dict` uses as keys."""
         kinds = ("main", "index", "window", "open_values", "open_gates")
         return {f"{kind}.{layer}": store for kind in kinds for layer, store in getattr(self, kind).items()}
 
@@ -241,7 +243,7 @@ class Cache:
             store.width = state["widths"][name]
 
     def entry_bytes(self) -> int:
-        """Bytes of main KV and index keys in all allocated pages, which is the storage that grows with the context
+        """The size in bytes of main KV and index keys in all allocated pages. Only this storage grows with the context
         length.
         """
         return sum(store.nbytes for stores in (self.main, self.index) for store in stores.values())

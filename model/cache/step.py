@@ -30,9 +30,9 @@ class WindowAxis(NamedTuple):
     """The window keys of all sequences on one axis of length T': for each sequence, the earlier keys in its window
     ring, then the keys of its new tokens.
 
-    source int64 [T']: the row of each key in the concatenation of the ring buffers [B * W] and the new tokens [T];
-    place int64 [T]: the position of each new token on the axis; start int64 [T']: the position of the first key in the
-    window that ends at each key.
+    source: int64 [T'], the row of each key in the concatenation of the ring buffers [B * W] and the new tokens [T].
+    place: int64 [T], the index of each new token on the axis.
+    start: int64 [T'], for each key, the index on the axis of the first key in the sliding window that ends at this key.
     """
 
     source: Tensor
@@ -40,8 +40,8 @@ class WindowAxis(NamedTuple):
     start: Tensor
 
     def spread(self, x: Tensor, fill: int) -> Tensor:
-        """Spread values [T, ...] of the new tokens over the axis: returns [T', ...], with `fill` at the earlier
-        keys.
+        """Copy the values x [T, ...] of the new tokens to the tokens' places on the axis. Returns [T', ...], with the
+        value `fill` for earlier keys.
         """
         if len(self.source) == len(self.place):
             return x
@@ -50,8 +50,8 @@ class WindowAxis(NamedTuple):
 
 @dataclass
 class Span:
-    """The tokens of one sequence in a step. `past` is the number of tokens processed before, the last of which are in
-    `history`. There are no window keys before position `window_from`.
+    """The tokens of one sequence in a step. `past` is the number of tokens of the sequence before this step, and
+    `history` contains the last of these tokens. There are no window keys before position `window_from`.
     """
 
     row: int
@@ -62,7 +62,7 @@ class Span:
     history: list[tuple[int, bool]]
 
     def cut(self, begin: int, end: int, window_from: int, back: int) -> Span:
-        """A span of only the tokens from `begin` to `end` - 1; `back` is the number of tokens in its history."""
+        """Returns a span with the tokens from `begin` to `end` - 1. `back` is the number of tokens in its history."""
         history = (self.history + list(zip(self.tokens, self.image, strict=True))[:begin])[-back:]
         cut = slice(begin, end)
         return Span(self.row, self.tokens[cut], self.image[cut], self.past + begin, window_from, history)
@@ -87,12 +87,12 @@ def once_a_ratio(make: Callable[[Step, int], Made]) -> Callable[[Step, int], Mad
 
 
 class Step:
-    """One forward pass over new tokens of cached sequences. `layout` has one document for each sequence with only its
+    """One forward pass over new tokens of cached sequences. In `layout`, each sequence is one document with only the
     new tokens, but positions and visible entries count the cached tokens too.
 
     A step with one token per sequence is a decoding step: for each query, the W window keys and the K selected entries
-    are gathered, and each query has its own range of entry slots. A tentative step (at most W tokens per sequence)
-    works in the same way, except that the queries of a sequence share its entry slots.
+    are gathered, and each query has its own range of entry slots. A tentative step (at most W tokens per sequence) also
+    gathers keys and entries for each query, but the queries of one sequence share its entry slots.
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span], tentative: bool = False):
@@ -140,16 +140,14 @@ class Step:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether decoder layers process other tokens than encoder layers in this step, or have other sliding
-        windows.
-        """
+        """Whether decoder layers have other tokens or other sliding windows than encoder layers in this step."""
         cache, window = self.cache, self.config.sliding_window
         pairs = [(span, cache.sequence(span.row).decoder_from) for span in self.spans]
         return any(span.window_from < begin and span.past - begin < window - 1 for span, begin in pairs)
 
     def split(self) -> tuple[StepPart | None, StepPart | None]:
         """Split the step for decoder layers into a part with the tokens before each row's `decoder_from`, and a part
-        with the tokens from there on. A part without tokens is None.
+        with the tokens from `decoder_from` on. A part without tokens is None.
         """
         early, late = [], []
         back = self.config.engram_max_ngram_size - 1
@@ -193,9 +191,10 @@ class Step:
         return self.on_device(torch.tensor(flags)) if any(flags) else None
 
     def _entries(self, ratio: int) -> Entries:
-        """The `Entries` of one compression ratio. Phasors and members are given for new entries only; members are row
-        numbers in the concatenation of open groups [B * r] and new tokens [T]. Each query gets its range of visible
-        slots; every sequence has the same number of slots (`own` below), those of sequence b behind those of b - 1.
+        """The `Entries` of one compression ratio. The fields `phasors` and `members` describe new entries only;
+        `members` are row numbers in the concatenation of open groups [B * r] and new tokens [T]. Each query gets the
+        range of slots that it sees. Every sequence has the same number of slots (`own` in the code), and the slots of
+        sequence b follow the slots of sequence b - 1.
         """
         own = self.pages.shape[1] * self.cache.page_tokens // ratio
         owner, number = self._new_entries(ratio)
@@ -217,8 +216,8 @@ class Step:
         )
 
     def _new_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """For each entry that this step completes, the index of its sequence in the step and the number of the entry in
-        the sequence.
+        """Returns two numbers for each entry that this step completes: the index of its sequence in the step, and the
+        number of the entry in the sequence.
         """
         closing = (self.position + 1) % ratio == 0
         return self.document[closing], self.position[closing] // ratio
@@ -254,8 +253,8 @@ class Step:
         return found.index_select(0, place)
 
     def commit(self, kept: Sequence[int] | None = None) -> None:
-        """Record the tokens of the step as processed; in a tentative step only the first `kept[i]` tokens of sequence
-        i. Call this method after all layers have run.
+        """Record the tokens of the step as processed. In a tentative step, only the first `kept[i]` tokens of each
+        sequence i are recorded, and the others are discarded. Call this method after all layers have run.
         """
         if kept is not None:
             self.host_kept = torch.tensor(kept)
@@ -298,8 +297,8 @@ class Step:
 
     @cached_property
     def ring_hidden(self) -> Tensor:
-        """bool [B, W]: the places of each window ring that hold no key of the current window, after the step's token
-        has been added.
+        """Returns a mask, bool [B, W], that is true for each row of a window ring without a key of the current window,
+        after the step's token has been added.
         """
         window = self.config.sliding_window
         age = (self.position[:, None] - torch.arange(window)) % window
@@ -307,8 +306,9 @@ class Step:
 
     @cached_property
     def windows(self) -> tuple[Tensor, Tensor]:
-        """The W window keys of each query of a tentative step, as two tensors. int64 [T, W] gives the row of each key
-        in the concatenation of ring rows [B * W] and new tokens [T]; bool [T, W] is true where the window has no key.
+        """The W window keys of each query of a tentative step, as two tensors. The first, int64 [T, W], gives the row
+        of each key in the concatenation of ring rows [B * W] and new tokens [T]. The second, bool [T, W], is true where
+        the window has no key.
         """
         window = self.config.sliding_window
         position = self.position[:, None] - torch.arange(window - 1, -1, -1)
@@ -334,7 +334,7 @@ class Step:
 
     @once_a_ratio
     def open_places(self, ratio: int) -> Tensor:
-        """The row numbers int64 [B * r] of the sequences' open groups in their store."""
+        """The row numbers int64 [B * r] of the sequences' open compression groups in the store of open groups."""
         return self.on_device(self.row[:, None] * ratio + torch.arange(ratio)).flatten()
 
     @once_a_ratio
@@ -350,7 +350,7 @@ class Step:
 
     @once_a_ratio
     def dropped_entries(self, ratio: int) -> Tensor:
-        """The indices, int64, of the new entries that were computed from at least one rejected token."""
+        """Returns the int64 indices of the new entries that were computed from at least one rejected token."""
         owner, number = self._new_entries(ratio)
         kept = (self.host_past + self.host_kept)[owner]
         return self.on_device(((number + 1) * ratio > kept).nonzero().flatten())
@@ -385,7 +385,7 @@ class LayerCache:
 
     def open_groups(self, values: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Concatenate the cached values and gates of open compression groups [B * r, D] with those of the new tokens
-        [T, D], and store those of the new tokens whose group stays open.
+        [T, D], and store the values and gates of those new tokens whose group is still incomplete.
         """
         if self.ratio == 1:
             return values, gates
@@ -422,7 +422,9 @@ class LayerCache:
         return None if self.decoding else main.read(pages, kv.dtype, size), index.read(pages, keys.dtype, size)
 
     def _undo(self, store: Store, places: Tensor, before: tuple[Tensor, ...]) -> None:
-        """Restore the previous content of the store's rows that were overwritten by entries of rejected tokens."""
+        """Restore the rows of the store that entries of rejected tokens have overwritten; `before` is the rows' old
+        content.
+        """
         dropped = self.step.dropped_entries(self.ratio)
         parts = tuple(as_bytes(part).index_select(0, dropped).view(part.dtype) for part in before)
         store.put(places.index_select(0, dropped), parts)
@@ -438,8 +440,9 @@ class LayerCache:
         return self.cache.main[step.config.kv_source(self.layer)].read(page * size + slot % size, dtype)
 
     def window_of_each(self, window_kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Used in decoding steps: add the window keys [T, D] of the new tokens to the rings. Returns the window keys of
-        each query [T, W, D], and a bool mask [B, W] or [T, W] that is true for keys the query must not see.
+        """Add the window keys [T, D] of the new tokens to the ring buffers, in a decoding or tentative step. Returns
+        the window keys of each query [T, W, D], and a bool mask [B, W] or [T, W] that is true for keys the query must
+        not see.
         """
         step, ring = self.step, self._ring(window_kv)
         if step.tentative:

@@ -1,6 +1,6 @@
 """Storage for one kind of attention state, either packed (quantised) or plain.
 
-In shapes, N is the number of rows written or read at once, and `places` the capacity of the store in rows.
+In shapes, N is the number of rows written or read at once. The argument `places` contains row numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from model.quantize import KVFormat
 
 
 class Store:
-    """A growable table [places, width] with one kind of attention state, packed in `format` or plain if `format` is
+    """A growable table [rows, width] with one kind of attention state, packed in `format`, or plain if `format` is
     None.
     """
 
@@ -36,24 +36,25 @@ class Store:
             self.tensors = tuple(_enlarged(tensor, capacity) for tensor in self.tensors)
 
     def write(self, places: Tensor, x: Tensor) -> None:
-        """Write x [N, width] into the rows int64 `places` [N], packing it if the store is packed."""
+        """Write x [N, width] into the rows with numbers `places` (int64 [N]), packing x if the store is packed."""
         self.put(places, self._parts(x))
 
     def put(self, places: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """Write rows that `stored` returned into the rows int64 `places` [N]."""
+        """Write `parts`, as `stored` returns them, into the rows with numbers `places` (int64 [N])."""
         for tensor, part in zip(self.tensors, parts, strict=True):
             as_bytes(tensor).index_copy_(0, places, as_bytes(part))
 
     def stored(self, places: Tensor) -> tuple[Tensor, ...]:
-        """The stored form of the rows int64 `places` [N], without unpacking: codes and scales, or plain rows."""
+        """Returns the rows with numbers `places` (int64 [N]), not unpacked: codes and scales, or plain rows."""
         return tuple(as_bytes(tensor).index_select(0, places).view(tensor.dtype) for tensor in self.tensors)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.format.pack(x) if self.format else (x,)
 
     def read(self, places: Tensor, dtype: torch.dtype, unit: int = 1) -> Tensor:
-        """Read and unpack the rows int64 `places` [...]; returns [..., width]. With `unit` > 1, each place stands for
-        `unit` consecutive rows, and the result is [number of places * unit, width].
+        """Read and unpack the rows with numbers `places` (int64 [...]); returns [..., width]. With `unit` > 1, each
+        number in `places` stands for a block of `unit` consecutive rows, and the result is [number of blocks * unit,
+        width].
         """
         parts = []
         for tensor in self.tensors:

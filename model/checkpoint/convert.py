@@ -35,11 +35,13 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrived:
-    """What the stored values of one or several tensors have of a change that was added to them.
+    """How much of an intended change of one or several tensors is found in their stored values, which are rounded.
 
-    meant: sum of the squares of the change. stored: sum of the squares of the stored change, which is the difference
-    between the stored values after and before. along: sum of the products of both. All are sums over the elements of
-    the tensors.
+    All fields are sums over the elements of the tensors. The stored change is the difference between the stored values
+    after and before the change.
+    meant: sum of the squares of the intended change.
+    stored: sum of the squares of the stored change.
+    along: sum of the products of intended and stored change.
     """
 
     meant: float = 0.0
@@ -51,21 +53,23 @@ class Arrived:
 
     @property
     def norm_share(self) -> float:
-        """The norm of the stored change divided by the norm of the change. Rounding adds noise to the stored change, so
-        the quotient can be large although little of the change itself was stored; see `along_share`.
+        """The norm of the stored change divided by the norm of the intended change. Rounding adds noise to the stored
+        change, so the quotient can be large although little of the change itself was stored; see `along_share`.
         """
         return math.sqrt(self.stored / self.meant) if self.meant else 1.0
 
     @property
     def along_share(self) -> float:
-        """The length of the stored change in the direction of the change, divided by the norm of the change: 1 if the
-        change was stored exactly, 0 if all of it was rounded away.
+        """The length of the stored change projected onto the intended change, divided by the norm of the intended
+        change: 1 if the change was stored exactly, 0 if all of it was rounded away.
         """
         return self.along / self.meant if self.meant else 1.0
 
 
 class Converted(NamedTuple):
-    """What `convert_checkpoint` wrote: the size of all tensors in bytes, and what arrived of each changed tensor."""
+    """The result of `convert_checkpoint`: the size of all written tensors in bytes, and how much of each change was
+    stored.
+    """
 
     nbytes: int
     arrived: dict[str, Arrived]
@@ -89,10 +93,10 @@ def convert_checkpoint(
     All other tensors stay as they are stored; drafter tensors and the files of the tokenizer are copied too.
 
     `changes` maps tensor names to changes. `files` maps names of small files beside the weights to their texts. `done`
-    is called after each block of rows, with the share of all values that were read. `ranks`: the processes that convert
-    the folder together; each converts a part of the rows, and the files are those that a single process would write.
-    Raises the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a tensor to
-    change is missing or has another shape.
+    is called after each block of rows, with the block's fraction of all values. `ranks`: the processes that convert the
+    folder together; each process converts a part of the rows, and the files equal those that a single process would
+    write. Raises the errors of `load_pretrained`, and ValueError if `dst` exists (unless `replace` is set) or if a
+    tensor to change is missing or has another shape.
     """
     src, dst = Path(src), Path(dst)
     if format not in ("bf16", "plain", "released"):
@@ -126,8 +130,8 @@ def convert_checkpoint(
 
 
 def watched(sources: list[TensorSource], done: Callable[[float], None]) -> list[TensorSource]:
-    """The same tensors; `done` is called with the share of each block of rows that is read in the values of all whole
-    tensors.
+    """Returns the same tensors, which call `done` after each block of rows that is read. `done` gets the block's
+    fraction of the values of all whole tensors.
     """
     total = sum(math.prod(source.shape) for source in sources)
 
@@ -142,8 +146,8 @@ def watched(sources: list[TensorSource], done: Callable[[float], None]) -> list[
 def _changed(
     sources: list[TensorSource], changes: Mapping[str, Change], arrived: dict[str, Arrived]
 ) -> list[TensorSource]:
-    """Apply changes to some of the tensors; changed tensors lose their kept scales, which are no longer valid. While
-    the tensors are written, `arrived` is filled with what is stored of each change.
+    """Apply changes to some of the tensors. The loaded scales of a changed tensor are dropped, because they are no
+    longer valid. While the tensors are written, `arrived` records how much of each change is stored.
     """
     shapes = {source.name: source.shape for source in sources}
     for name, change in changes.items():

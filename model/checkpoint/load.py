@@ -82,8 +82,8 @@ def load_weights(
     """Copy the tensors of a folder into `model` (a model or a drafter), block by block; a process that holds a part of
     the model reads only its own experts and rows. Nothing is copied unless all names, shapes and dtypes agree.
     `beside`: tensors that the folder must contain besides those of `model`. The scales of quantised weights are kept in
-    `model.released_scales` (at most 1 byte for 32 entries). `done` is called after each block, with
-    the share of all values that were copied.
+    `model.released_scales` (at most 1 byte per 32 weights). `done` is called after each block, with the block's
+    fraction of all values to copy.
     """
     held = list(released_tensors(model))
     targets = {part.name: part for part in held if part.tensor is not None}
@@ -112,8 +112,9 @@ def load_weights(
 
 
 def _copy_stored(target: Tensor, source: TensorSource) -> None:
-    """Copy the stored bytes of a quantised weight into a packed weight. A weight that stays on the host is mapped from
-    the file instead, and its values are not checked for NaN, because that would read all of it.
+    """Copy the stored bytes of a quantised weight into a packed weight. A weight that stays on the host is
+    memory-mapped from the file instead; its values are not checked for NaN, because a check would read the whole
+    weight.
     """
     assert isinstance(target, PackedWeight)
     if source.stored is None or source.mapped is None:
@@ -178,7 +179,9 @@ def open_checkpoint(folder: str | Path, config: ModelConfig, held: list[TensorSh
 
 
 def _read_scales(shards: Shards, name: str, whole: bool, rows: slice | None) -> Tensor:
-    """The kept scales of some rows of a weight (of all rows if `whole` is set or `rows` is None)."""
+    """Reads the quantisation scales that a plain folder keeps for `rows` of a weight (all rows if `whole` is set or
+    `rows` is None).
+    """
     tiles = None if whole or rows is None else tile_span(rows, packing_of(name))
     return shards.read(scale_name(name), tiles)
 
@@ -189,7 +192,7 @@ def _problems(
     packings: dict[str, Packing | None],
     quantised: bool,
 ) -> list[str]:
-    """The problems of a folder: every tensor that is missing, unexpected or of the wrong shape or dtype."""
+    """Returns one message for every tensor of a folder that is missing, unexpected or of the wrong shape or dtype."""
     problems, expected = [], set()
     for name, shape in shapes.items():
         packing = packings.get(name)
@@ -241,7 +244,9 @@ def _drafter_shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
 
 
 def _scale_problems(scales: dict[str, Header], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """The problems of the kept scales in a plain folder."""
+    """The problems of the quantisation scales that a plain folder keeps: scales without a weight or of a wrong shape or
+    dtype.
+    """
     problems = []
     weights = {scale_name(name): name for name, shape in shapes.items() if packing_of(name) and len(shape) == 2}
     for name, (_, dtype, found) in scales.items():

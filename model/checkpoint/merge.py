@@ -53,8 +53,9 @@ def merge_checkpoints(
 
     `checkpoints` contain all tensors of the model that `config` describes; a drafter tensor is merged if all
     checkpoints have it, and left out otherwise. `companions` maps names of small files beside the weights to their
-    texts. `done` and `ranks` are those of `convert_checkpoint`. Returns the total size of all tensors in bytes, and the
-    names of the tensors left out. Raises ValueError if a merged value is not finite; in this case `dst` is not written.
+    texts. `done` and `ranks` have the same meaning as in `convert_checkpoint`. Returns the total size of all tensors in
+    bytes, and the names of the tensors left out. Raises ValueError if a merged value is not finite; in this case `dst`
+    is not written.
     """
     weighted = [(weight, sources) for weight, sources in zip(weights, checkpoints, strict=True) if weight]
     shared = [name for name in checkpoints[0] if all(name in sources for sources in checkpoints)]

@@ -72,8 +72,8 @@ def own_state(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TensorShard(NamedTuple):
-    """A tensor of the released layout and the rows of it that this process holds, beginning at row `start` (`tensor` is
-    None if it holds no row).
+    """A tensor of the released layout, with the rows that this process holds: `tensor` contains these rows, the first
+    of which is row `start` (`tensor` is None if the process holds no row).
     """
 
     name: str
@@ -145,7 +145,7 @@ def check_packable(model: nn.Module) -> None:
 
 
 def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
-    """Yield the kept scales (`model.released_scales`) as tensor shards, each under the name of its weight."""
+    """Yield the quantisation scales in `model.released_scales` as tensor shards, each with the name of its weight."""
     kept = getattr(model, "released_scales", {})
     for part in released_tensors(model) if kept else ():
         if part.name in kept:
@@ -157,8 +157,8 @@ def scale_parts(model: nn.Module) -> Iterator[TensorShard]:
 
 
 def allocate_scales(model: nn.Module, names: Container[str]) -> None:
-    """Allocate in `model.released_scales` the scales of some weights, as far as this process holds their rows. The
-    values are not initialised.
+    """Allocate uninitialised quantisation scales in `model.released_scales`, for the rows of some weights that this
+    process holds.
     """
     model.released_scales = {  # type: ignore[assignment]
         part.name: torch.empty(

@@ -162,15 +162,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class TensorSource(NamedTuple):
-    """A tensor to be copied: `blocks()` yields this process's rows of it in order, a few at a time, beginning at row
-    `start`.
+    """A tensor to be copied. `blocks()` yields the rows that this process copies, in order, a few at a time, beginning
+    at row `start`.
 
-    shape: the shape of the whole tensor, of which this process may handle only some rows or none. dtype: the dtype to
-    store the tensor in, unless the writer asks for another. scales: returns the kept quantisation scales of the rows,
-    if there are any. stored: yields the codes and scales of the same blocks, if the tensor is stored quantised.
-    of_rows: returns the same tensor with a range of rows only, which must begin at the start of a tile. stored_as: is
-    called, after each block, with the values that the file represents for this block. mapped: returns the codes and
-    scales of all rows as tensors that are mapped from the file, which are read only when they are used.
+    shape: the shape of the whole tensor, of which this process may handle only some rows or none.
+    dtype: the dtype to store the tensor in, unless the writer asks for another.
+    scales: returns the quantisation scales that were loaded for the rows, if there are any.
+    stored: yields the codes and scales of each block, if the tensor is stored quantised.
+    of_rows: returns a `TensorSource` for only a range of rows, which must begin at the start of a tile.
+    stored_as: is called after each block, with the values of the block as the file represents them.
+    mapped: returns the codes and scales of all rows as memory-mapped tensors, which are read from the file when used.
     """
 
     name: str
@@ -186,8 +187,8 @@ class TensorSource(NamedTuple):
 
 
 def deal_rows(sources: Iterable[TensorSource], ranks: RankGroup) -> Iterator[TensorSource]:
-    """Deal out the rows of all tensors over processes that convert them together: yield each tensor with the rows, cut
-    at tiles, that this process gets. Every process gets nearly the same number of values of each kind of packing.
+    """Divide the rows of all tensors among the processes that convert them together. Yields each tensor with only the
+    rows of this process, in whole tiles. Every process gets nearly the same number of values of each kind of packing.
     """
     sources, before = list(sources), defaultdict[Packing | None, int](int)
     if ranks.size == 1:
@@ -251,7 +252,7 @@ class Shards:
         return self._open[path].get_tensor(name) if rows is None else self._open[path].get_slice(name)[rows]
 
     def map(self, name: str) -> Tensor:
-        """A stored tensor, mapped from its file without being read. The tensor must not be written to."""
+        """Returns a stored tensor as a memory map of its file, without reading it. Do not write to the tensor."""
         path, spelled, shape = self.headers[name]
         dtype = _DTYPES[spelled]
         with open(path, "rb") as file:
@@ -267,8 +268,8 @@ class Shards:
     def plain(
         self, name: str, rows: slice | None = None, kept: Callable[[slice | None], Tensor] | None = None
     ) -> TensorSource:
-        """The `TensorSource` of a tensor that is stored without quantisation, or of some of its rows. `kept` reads the
-        kept quantisation scales of some rows (None: of all rows), if there are any.
+        """The `TensorSource` of a tensor that is stored without quantisation, or of some of its rows. `kept(rows)`
+        reads the quantisation scales that a plain folder keeps for these rows (None: for all rows).
         """
         header = self.headers[name]
 
@@ -375,11 +376,12 @@ def packed(source: TensorSource, packing: Packing) -> list[Stored]:
 
 def write_shards(folder: Path, bundles: Iterable[list[Stored]], shard_bytes: int, ranks: RankGroup = ONE_RANK) -> int:
     """Write bundles of tensors into shards of at most `shard_bytes` bytes with an index file, or into a single file if
-    that is large enough. The tensors of a bundle are in the same shard; a bundle that exceeds `shard_bytes` has a shard
-    of its own. Returns the total size of all tensors in bytes.
+    all tensors fit into one. The tensors of a bundle are in the same shard; a bundle that exceeds `shard_bytes` has a
+    shard of its own. Returns the total size of all tensors in bytes.
 
-    With several processes, all pass the same bundles, but each passes only the rows that it writes. All processes write
-    into the same files, so all must have access to the folder; the files equal those that a single process would write.
+    With several processes, every process passes the same bundles of tensors, but with only the rows that it writes
+    itself. All processes write into the same files, so all must have access to the folder; the files equal those that a
+    single process would write.
     """
     by_name = {bundle[0].name: bundle for bundle in bundles}
     split = split_state_dict_into_shards_factory(

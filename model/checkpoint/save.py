@@ -66,9 +66,9 @@ def save_pretrained(
     to their texts.
 
     `format="released"` quantises the weights that are quantised in the released checkpoint. `dtype`: the dtype that
-    other matrices and embeddings are cast to (None: not cast); parameters that the report keeps in fp32 stay fp32. An
-    existing folder is replaced. Raises ValueError for a weight that cannot be quantised because a value is not finite,
-    and for a model with an adapter, because the released layout has no tensors for an adapter.
+    other matrices and embeddings are cast to (None: not cast); parameters that the V4.1 report keeps in fp32 stay fp32.
+    An existing folder is replaced. Raises ValueError for a weight that cannot be quantised because a value is not
+    finite, and for a model with an adapter, because the released layout has no tensors for an adapter.
 
     `ranks`: the processes that write together, which must be all processes of the run and must see the same file
     system. If one of them fails, all raise an error.
@@ -107,9 +107,9 @@ def save_pretrained(
 
 
 def _whole(part: TensorShard, ranks: RankGroup) -> TensorShard:
-    """Collect a matrix, whose rows are divided over several processes, on the process that writes it: a tile is
-    quantised whole and can have rows of two processes. All `ranks` must call this function together; the matrices are
-    distributed evenly over them.
+    """Gather a matrix whose rows are split over several processes on the process that writes it. Quantisation needs
+    whole tiles, and one tile can have rows on two processes. All `ranks` must call this function together; the matrices
+    are distributed evenly over them.
     """
     assert part.tensor is not None, "every process has a tensor, which may be empty, of a row-divided matrix"
     keepers, writer = part.copies, part.number % ranks.size
@@ -125,7 +125,9 @@ def _whole(part: TensorShard, ranks: RankGroup) -> TensorShard:
 
 
 def _kept_anywhere(held: list[TensorShard], scales: Mapping[str, Tensor], ranks: RankGroup) -> set[str]:
-    """The names of the weights whose quantisation scales have been kept by the processes that hold them."""
+    """The names of the weights whose loaded quantisation scales are available on every process that holds a part of the
+    weight.
+    """
     here = [part for part in held if part.tensor is not None and packing_of(part.name)]
     stored = {part.name for part in here if isinstance(part.tensor, PackedWeight)} | scales.keys()
     found = gather_objects((bool(stored), [part.name for part in here if part.name not in stored]), ranks)
@@ -152,7 +154,8 @@ def write_checkpoint(
     ranks: RankGroup = ONE_RANK,
 ) -> int:
     """Write config.json and the tensors into a folder, in the formats of `save_pretrained`. Returns the total size of
-    all tensors in bytes. `with_scales`: the names of the weights whose kept scales are written into a plain folder too.
+    all tensors in bytes. `with_scales`: the names of the weights whose loaded quantisation scales are also written, if
+    the folder is plain.
     """
     if format not in ("plain", "released"):
         raise ValueError(f"format: {format!r} is unknown, allowed are 'plain' and 'released'")
@@ -200,7 +203,7 @@ def _kept_scales(source: TensorSource, packing: Packing) -> Stored:
 
 
 def _written_config(config: ModelConfig, format: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json for a folder whose plain matrices are stored in `dtype`; it always gives the number of
+    """The content of config.json for a folder with plain matrices in `dtype`. The content always includes the number of
     rows of the Engram tables.
     """
     if config.text.engram_layer_ids and not config.text.engram_num_embeddings:

@@ -28,11 +28,14 @@ from model.rope import inverse_frequencies, rotations
 
 
 class Drafted(NamedTuple):
-    """The output of the drafter when the token before each slot is given. The shapes are for anchors [A] of one row;
-    with anchors [rows, A], every tensor has an additional leading axis of rows.
+    """The output of the drafter when the token before each slot is known. The shapes below are for anchors [A] of one
+    row; with anchors [rows, A], every tensor has an additional leading axis of rows.
 
-    main_x [S, d] is zero at padding; hidden [A, B, d] is taken before the last norm; base_logits fp32 [A, B, V] do not
-    include the bias of the Markov head, logits fp32 [A, B, V] do; confidence fp32 [A, B] is taken before the sigmoid.
+    main_x: [S, d], zero at padding.
+    hidden: [A, B, d], the hidden states before the last norm.
+    base_logits: fp32 [A, B, V], the logits without the bias of the Markov head.
+    logits: fp32 [A, B, V], the logits with the bias of the Markov head.
+    confidence: fp32 [A, B], the confidence before the sigmoid.
     """
 
     main_x: Tensor
@@ -43,8 +46,8 @@ class Drafted(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Proposed tokens int64 [A, B], the logits fp32 [A, B, V] that they were chosen from, and confidence logits fp32
-    [A, B]. With anchors [rows, A], each of these tensors has a leading axis of rows.
+    """The proposed tokens int64 [A, B], the logits fp32 [A, B, V] from which the tokens were chosen, and the confidence
+    logits fp32 [A, B]. With anchors [rows, A], each of these tensors has a leading axis of rows.
     """
 
     tokens: Tensor
@@ -90,10 +93,13 @@ class Drafter(nn.Module):
     ) -> Drafted:
         """Run the drafter when the token before each slot is known.
 
-        input_ids int64 [B, S]. anchors int64 [A] if there is one row, or [B, A] padded with -1: positions in the row;
-        an anchor belongs to the document of the token before it. anchor_tokens: the tokens at the anchors, same shape.
-        previous_tokens int64 [..., block size]: the token before each slot, starting with the anchor token. batch: the
-        other inputs of `DeepseekV41.features`. Raises ValueError for anchors without a real token before them.
+        input_ids: int64 [B, S].
+        anchors: int64 [A] if there is one row, or [B, A] padded with -1; positions in the row. An anchor belongs to the
+        document of the token before it.
+        anchor_tokens: the tokens at the anchors, in the shape of `anchors`.
+        previous_tokens: int64 [..., block size], the token before each slot, starting with the anchor token.
+        batch: the other inputs of `DeepseekV41.features`.
+        Raises ValueError for an anchor whose preceding token is padding or missing.
         """
         features = self._features(input_ids, batch)
         where = self.locate(anchors, features.layout, input_ids.shape)
@@ -135,8 +141,9 @@ class Drafter(nn.Module):
     def loss(
         self, input_ids: Tensor, labels: Tensor, anchors: Tensor, detach_confidence: bool = True, **batch: Tensor
     ) -> DraftLoss:
-        """Compute the training loss of a batch. labels int64 [B, S] are not shifted, and -100 is ignored; anchors as in
-        `forward`. Slots after the end of a document, or after a token without a label, are not supervised.
+        """Compute the training loss of a batch. `labels` (int64 [B, S]) are not shifted, and the label -100 is ignored;
+        `anchors` are given as in `forward`. Slots after the end of a document, or after a token without a label, are
+        not supervised.
 
         detach_confidence: whether the confidence loss trains only the confidence head. Published implementations
         differ: in DeepSpec this loss trains the whole drafter, but an ablation in `speculators` (pull request 848)
@@ -154,7 +161,9 @@ class Drafter(nn.Module):
         return DraftLoss(*found, *shown, terms.expert_load)  # type: ignore[call-arg]
 
     def lay_out(self, input_ids: Tensor, labels: Tensor | None = None, **batch: Any) -> SequenceLayout | SplitLayout:
-        """See `DeepseekV41.lay_out`. Under context parallelism the drafter needs all tokens besides its chunk."""
+        """Compute the layout of a batch, see `DeepseekV41.lay_out`. Under context parallelism, the result has the
+        layout of all tokens and the layout of this rank's chunk, because the drafter needs both.
+        """
         whole = self.backbone.lay_out_whole(input_ids, labels, **batch)
         if self.parallel.context.size == 1:
             return whole
@@ -168,8 +177,8 @@ class Drafter(nn.Module):
         layout: SequenceLayout | SplitLayout | None = None,
         **batch: Tensor,
     ) -> DraftDenominators:
-        """The contribution of this micro-batch to the loss denominators of its step, computed without a forward pass:
-        under context parallelism, that of the tokens of this rank's chunk and of this rank's share of the anchors.
+        """The contribution of this micro-batch to the loss denominators of its step, computed without a forward pass.
+        Under context parallelism, only the tokens of this rank's chunk and this rank's part of the anchors are counted.
         """
         layout = layout or self.lay_out(input_ids, labels, **batch)
         whole, chunk = layout if isinstance(layout, SplitLayout) else (layout, layout)
@@ -252,9 +261,9 @@ class Drafter(nn.Module):
         return first.main_norm(first.main_proj(for_products(entering, first.main_proj.weight)))
 
     def locate(self, anchors: Tensor, layout: SequenceLayout, shape: Sequence[int]) -> Anchors:
-        """Find the anchors of rows [B, S] in the layout of all tokens. Under context parallelism every rank gets a
-        share of the anchors, and the others count as padding. Raises ValueError if the anchors have a wrong shape, or
-        if the position before an anchor is padding or outside the row.
+        """Find the anchors of rows [B, S] in the layout of all tokens. Under context parallelism, every rank processes
+        a part of the anchors and treats the other anchors as padding. Raises ValueError if the anchors have a wrong
+        shape, or if the position before an anchor is padding or outside the row.
         """
         rows, length = shape
         wanted = "[anchors] of one row" if rows == 1 else f"[{rows}, anchors]"
@@ -277,8 +286,8 @@ class Drafter(nn.Module):
         return Anchors(anchors.shape, real[share], last[share])
 
     def _features(self, input_ids: Tensor, batch: dict[str, Any]) -> Features:
-        """The backbone's states for all tokens. Under context parallelism every rank computes those of its chunk and
-        receives the others, which need no gradient.
+        """The backbone's states for all tokens. Under context parallelism, every rank computes the states of its own
+        chunk and receives the states of other chunks, which need no gradient.
         """
         layout = batch.get("layout") or self.lay_out(input_ids, **batch)
         whole, chunk = layout if isinstance(layout, SplitLayout) else (layout, layout)
@@ -303,7 +312,9 @@ class Drafter(nn.Module):
         return hidden[:0], [routing.none() for routing in routings]
 
     def draft_layout(self, where: Anchors, layout: SequenceLayout) -> DraftLayout:
-        """Make the `DraftLayout` of the anchors `where`; its places are indices of tokens in the sequence layout."""
+        """Make the `DraftLayout` of the anchors `where`. The field `places` contains indices of tokens in the sequence
+        layout.
+        """
         window = self.config.text.sliding_window
         index = where.last[:, None] - torch.arange(window - 1, -1, -1, device=where.last.device)
         hidden = index < layout.document_start.index_select(0, where.last)[:, None]
@@ -335,16 +346,16 @@ class Drafter(nn.Module):
             return hidden.unflatten(0, noise.shape), routings
 
     def remember(self, entering: Tensor, step: Step) -> None:
-        """Add the context keys of the T tokens of a step to the cache. entering [T, target layers * d]: the backbone's
-        streams of these tokens at the target layers.
+        """Add the context keys of the T tokens of a step to the cache. `entering` [T, target layers * d] contains the
+        backbone's residual streams of these tokens at the target layers.
         """
         main_x, layers = self.main_x(entering), self.config.text.num_hidden_layers
         for number, stage in enumerate(self.mtp):
             step.layer(layers + number).keep(stage.attn.window_keys(main_x, step.layout.phasors))
 
     def recall(self, first: Tensor, cache: Cache, rows: Sequence[int]) -> Tensor:
-        """Run the drafter on the context keys in the cache; returns hidden [N, B, d]. first int64 [N]: the anchor token
-        of each cache row, which follows the row's cached tokens.
+        """Run the drafter on the context keys in the cache; returns hidden [N, B, d]. `first` (int64 [N]) contains the
+        anchor token of each cache row, that is the token after the row's cached tokens.
         """
         window, layers = self.config.text.sliding_window, self.config.text.num_hidden_layers
         device, kind = first.device, first.device.type

@@ -1,4 +1,6 @@
-"""The losses of a drafter: the supervised slots of blocks, their weights, and the sums and denominators of a step."""
+"""The losses of a drafter: the supervised slots of blocks, the weights of the slots, and the loss sums and denominators
+of a step.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ class DraftLoss(NamedTuple):
 
     The field loss = 0.1 ce + 0.9 l1 + bce is differentiable; each term is a mean over all slots of the batch, weighted
     by `weights`. tau: the expected number of tokens accepted per block (the backbone's token and the accepted drafts),
-    averaged over blocks with a supervised slot. The next fields are detached and have the shape of the anchors with a
-    last axis of B slots: valid (bool, whether the slot is supervised), weights, alpha (the probability of acceptance, 0
-    where not valid) and confidence (logits). expert_load int64 [stages, 2, E] counts tokens per expert.
+    averaged over blocks with a supervised slot. The following fields are detached, and their shape is the shape of the
+    anchors plus a last axis of B slots: valid (bool, whether the slot is supervised), weights, alpha (the probability
+    of acceptance, 0 where not valid) and confidence (logits). expert_load int64 [stages, 2, E] counts tokens per
+    expert.
     """
 
     loss: Tensor
@@ -39,9 +42,9 @@ class DraftLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftDenominators:
-    """Token and slot counts of a whole optimizer step (all micro-batches, all ranks), which divide the losses.
-    num_tokens: the number of non-padding tokens; valid int64 [B]: for each slot, the number of blocks in which it and
-    all slots before it are supervised.
+    """Token and slot counts of a whole optimizer step (all micro-batches, all ranks), by which the losses are divided.
+    num_tokens: the number of non-padding tokens.
+    valid: int64 [B], for each slot, the number of blocks in which this slot and all slots before it are supervised.
     """
 
     num_tokens: Tensor
@@ -66,11 +69,14 @@ class DraftLosses(NamedTuple):
     """The losses of one micro-batch. `total` is differentiable and already divided by the denominators of the whole
     step, so the totals of all micro-batches add up to the loss of the step.
 
-    The other fields are detached sums: ce_sum, l1_sum and bce_sum, the loss terms weighted over slots; slots int64 [B],
-    the number of supervised slots at each position in a block; alpha_sum [B], the sum of their acceptance
-    probabilities; accepted_sum, the expected number of accepted tokens of all blocks, including one token of the
-    backbone per block; calibration fp64 [BINS, 3], for each bin of predicted acceptance the number of slots, the sum of
-    predictions and the sum of true acceptance probabilities; expert_load int64 [stages, 2, E].
+    All other fields are detached sums.
+    ce_sum, l1_sum, bce_sum: the weighted sums of the loss terms over slots.
+    slots: int64 [B], the number of supervised slots at each index in a block.
+    alpha_sum: [B], the sum of the acceptance probabilities of the supervised slots at each index in a block.
+    accepted_sum: the expected number of accepted tokens of all blocks, including one token of the backbone per block.
+    calibration: fp64 [BINS, 3], for each bin of predicted acceptance probability, the number of slots, the sum of
+    predicted and the sum of true acceptance probabilities.
+    expert_load: int64 [stages, 2, E], tokens per expert.
     """
 
     total: Tensor
@@ -85,8 +91,8 @@ class DraftLosses(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The loss terms as weighted sums, and the values that they are computed from: valid, weights, alpha and confidence
-    [N, B], and accepted [N].
+    """The weighted sums of the loss terms over slots, and values for each slot or block: valid, weights, alpha and
+    confidence have shape [N, B], and accepted has shape [N].
     """
 
     ce_sum: Tensor
@@ -102,10 +108,13 @@ class Terms(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots of N blocks; every field is [N, B]. at int64: the index of the token before the slot, where the
-    backbone predicts the same token (the last token of the document if the slot is after its end); before int64: the id
-    of that token; target int64: the token to predict, or -100; valid bool: whether this slot and all slots before it
-    have a target; weights fp32: the weight of the slot in the loss.
+    """The slots of N blocks; every field is [N, B].
+    before: int64, the id of the token before the slot.
+    at: int64, the index of the token before the slot, from which the backbone predicts the slot's token (the last token
+    of the document if the slot is after the end of the document).
+    target: int64, the token to predict, or -100.
+    valid: bool, whether this slot and all slots before it have a target.
+    weights: fp32, the weight of the slot in the loss.
     """
 
     before: Tensor

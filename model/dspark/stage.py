@@ -54,8 +54,8 @@ class ConfidenceHead(nn.Module):
 
 
 class StageOutput(NamedTuple):
-    """The output of a stage: the state after it, its routing, and the results that a recomputation of the stage reuses
-    (None in the output of `recomputation.run`).
+    """The output of a stage: the state after the stage, the routing of the stage, and the results that a recomputation
+    of the stage reuses (None in the output of `recomputation.run`).
     """
 
     state: BlockState
@@ -64,9 +64,10 @@ class StageOutput(NamedTuple):
 
 
 class Stage(Block):
-    """A drafter stage: a block like those of the backbone that also attends to context keys. A stage has window
-    attention only, and its own number of experts. The first stage also holds the projection and norm that compute
-    `main_x`; the last stage holds the final norm, the Markov head and the confidence head.
+    """A drafter stage: a block like those of the backbone that also attends to context keys. A stage has only
+    sliding-window attention, and its number of experts can differ from the backbone's. The first stage also holds the
+    projection and norm that compute `main_x`; the last stage holds the final norm, the Markov head and the confidence
+    head.
     """
 
     def __init__(self, config: TextConfig, stage: int, parallel: Parallel):
@@ -95,9 +96,9 @@ class Stage(Block):
         runtime: ForwardOptions,
         first: MoEFirstPass | None = None,
     ) -> StageOutput:
-        """Run the stage on the state of N*B drafts. `layout.places` indexes context_keys [M, D]. With
+        """Run the stage on the state of N*B drafts. `layout.places` contains row numbers of context_keys [M, D]. With
         `runtime.attention="dense"`, the reference attention is used, for one block of drafts at a time. `first`: the
-        results of the first pass, given in recomputation.
+        results of the first forward pass, which are passed in recomputation only.
         """
         with using(runtime.kernels):
             streams = state.streams

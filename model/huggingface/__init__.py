@@ -13,10 +13,10 @@ imports transformers.
 It may import every other file of model/. Read modeling.py first. Each file imports only files listed before it:
 
     configuration:         the keys of config.json.
-    batch, folders:        what the arguments of `forward`, `from_pretrained` and `save_pretrained` mean for this model.
-    counts:                whole steps counted, for losses that are means.
+    batch, folders:        convert the arguments of `forward`, `from_pretrained` and `save_pretrained`.
+    counts:                the token counts of a whole step, by which mean losses are divided.
     decoding, speculation:  `generate` without and with a drafter.
-    modeling:              the class itself.
+    modeling:              `DeepseekV41ForCausalLM`.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast

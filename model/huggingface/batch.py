@@ -1,4 +1,4 @@
-"""The batches of trainers, as arguments of `DeepseekV41.forward`."""
+"""Converts the batches of trainers to arguments of `DeepseekV41.forward`."""
 
 from __future__ import annotations
 

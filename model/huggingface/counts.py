@@ -1,4 +1,5 @@
-"""Counts the tokens of a whole optimizer step that its losses are divided by, for the trainers of transformers.
+"""Counts the tokens of a whole optimizer step for the trainers of transformers; mean losses are divided by these
+counts.
 
 A loss that is a mean must be divided by the number of tokens in the whole step, but a micro-batch alone does not know
 how many tokens the other micro-batches and processes of its step have. Trainers collect the micro-batches of a step
@@ -49,7 +50,9 @@ def count_whole_steps(trainer: Any) -> None:
 
 
 def _total(trainer: Any, counts: list[Tensor]) -> Tensor:
-    """Returns the sum of the counts of the micro-batches of a step, over the processes too if they share the step."""
+    """Returns the sum of the counts of all micro-batches of a step, and of all processes if the processes share the
+    step.
+    """
     total = torch.stack(counts).sum(0)
     if trainer.args.average_tokens_across_devices and torch.distributed.is_initialized():
         total = total.to(trainer.args.device)
@@ -58,10 +61,12 @@ def _total(trainer: Any, counts: list[Tensor]) -> Tensor:
 
 
 def _count_generated(trainer: Any, model: Any) -> None:
-    """Let a `GRPOTrainer` give each forward pass of training the counts of its step, from the answers it has buffered.
+    """Make a `GRPOTrainer` pass the counts of the whole step, which it computes from its buffered answers, to each
+    training forward pass.
 
     Raises:
-        ValueError: a step has more micro-batches than are generated at once, so the later ones are not known.
+        ValueError: a step has more micro-batches than are generated at once, so the later micro-batches cannot be
+        counted.
     """
     args, plain = trainer.args, trainer._get_per_token_logps_and_entropies
     if args.steps_per_generation % args.gradient_accumulation_steps:
@@ -83,7 +88,7 @@ def _count_generated(trainer: Any, model: Any) -> None:
 
 
 def _texts(batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns the token ids and the mask of prompts and answers of a `GRPOTrainer`'s micro-batch, joined."""
+    """Joins the prompts and answers of a `GRPOTrainer`'s micro-batch; returns their token ids and their mask."""
     parts = (("input_ids", "ids"), ("attention_mask", "mask"))
     return {key: torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1) for key, part in parts}
 

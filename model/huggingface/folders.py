@@ -1,4 +1,4 @@
-"""Folders and options of `from_pretrained` and `save_pretrained`: what each means for this model."""
+"""Handles the folders and options that `from_pretrained` and `save_pretrained` receive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolde
 
 def local_folder(name: str | os.PathLike, options: dict[str, Any]) -> Path:
     """Returns the local folder of a checkpoint. If there is no folder called `name`, the checkpoint is downloaded from
-    the Hugging Face hub. The options of the hub are removed from `options`.
+    the Hugging Face hub. The options for the hub (such as `revision`) are removed from `options`.
     """
     hub = {key: options.pop(key) for key in _HUB if key in options}
     options = {key: value for key, value in hub.items() if value not in (None, "")}

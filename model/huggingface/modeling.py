@@ -170,13 +170,16 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         dtype: the dtype of the matrices; None or "auto" keeps the dtype of the folder (quantised weights become bf16).
         device_map: one device, {"": device} or "auto". With "auto", weights that do not fit on the first device of
         max_memory are stored on other devices, in host memory, or on disk in offload_folder until they are used
-        (`model/placement.py`), and such a model cannot be trained. max_memory: the memory to use on each device, as
-        bytes or text like "10GiB"; the keys are GPU numbers and "cpu"; None means the free memory. training_losses: see
-        `DeepseekV41ForCausalLM`. drafter: whether to load the drafter if the folder has one. packed: keep the weights
-        of a quantised folder in their stored form and frozen (`model/packed.py`), so that only adapters and other
-        weights can be trained; this has no effect for a plain folder. config: a configuration to use instead of the
-        folder's config.json; a configuration that describes another model raises ValueError. Also raises the errors of
-        `model.load_pretrained`, and TypeError for an option that this model does not support.
+        (`model/placement.py`), and such a model cannot be trained.
+        max_memory: the memory to use on each device, in bytes or as text like "10GiB"; the keys are GPU numbers and
+        "cpu". None means all free memory.
+        training_losses: see `DeepseekV41ForCausalLM`.
+        drafter: whether to load the drafter if the folder has one.
+        packed: keep the weights of a quantised folder in their stored form and frozen (`model/packed.py`), so that only
+        adapters and other weights can be trained; this has no effect for a plain folder.
+        config: a configuration to use instead of the folder's config.json; a configuration that describes another model
+        raises ValueError.
+        Also raises the errors of `model.load_pretrained`, and TypeError for an option that this model does not support.
         """
         folder = local_folder(pretrained_model_name_or_path, others)
         if unknown := {key for key, value in others.items() if key not in IGNORED and value is not None}:
@@ -268,13 +271,13 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> DeepseekV41Output | tuple:
         """Run the model. The arguments are as in `DeepseekV41.forward`; padding may be on the left or on the right.
 
-        labels int64 [B, S] are not shifted; positions with label -100 are ignored. The loss is the mean over targets.
-        If `num_items_in_batch` (the number of targets in all micro-batches of a step) is given, the loss is instead the
-        sum over targets divided by `num_items_in_batch`, so that the losses of micro-batches add up. In training mode,
-        `training_losses` may add further losses. position_ids that restart at 0 within a row mark packed documents.
-        decoding: the cache of a `generate` call, see `Decoding`. step_counts: the counts of the whole step, which
-        `count_whole_steps` adds to a batch. use_cache has no effect: a forward pass over whole sequences keeps no
-        cache.
+        labels: int64 [B, S], not shifted; positions with label -100 are ignored. The loss is the mean over the other
+        positions (the targets). If `num_items_in_batch` (the number of targets in all micro-batches of a step) is
+        given, the loss is instead the sum over targets divided by `num_items_in_batch`, so that the losses of
+        micro-batches add up. In training mode, `training_losses` may add further losses. position_ids that restart at 0
+        within a row mark packed documents. decoding: the cache of a `generate` call, see `Decoding`. step_counts: the
+        counts of the whole step, which `count_whole_steps` adds to a batch. use_cache has no effect: a forward pass
+        over whole sequences keeps no cache.
         """
         self._refuse_noise()
         if decoding is not None:
@@ -309,7 +312,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     # Training
 
     def _refuse_noise(self) -> None:
-        """Raise ValueError if a trainer adds NEFTune noise to the embeddings, whose shape it would not expect."""
+        """Raise ValueError if a trainer adds NEFTune noise to the embeddings: NEFTune does not expect the shape of
+        embeddings here.
+        """
         if self.training and getattr(self.model.embed, "neftune_noise_alpha", None) is not None:
             raise ValueError("neftune_noise_alpha is not supported, because this model adds no noise to its embeddings")
 
@@ -418,8 +423,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.stack([count_denominators(text, layout, some).to_tensor() for some in (taught, every)]).cpu()
 
     def _weight_of_pass(self, step: LossDenominators | None) -> float:
-        """Returns the factor of the added losses in a forward pass whose added losses only change the gradient, which
-        DDP averages over processes.
+        """Returns the factor by which the added losses are multiplied when they change only the gradient and not the
+        reported loss. If the counts of the step are known, the factor undoes DDP's averaging of gradients over
+        processes.
         """
         if step is None:
             return 1 / self._passes_of_step
@@ -520,7 +526,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         return super().__getattr__(name)
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
-        """Refused: the continuous batching of transformers, for which trainers of TRL have options, needs its cache."""
+        """Raises ValueError: the continuous batching of transformers (an option of TRL's trainers) needs transformers'
+        own cache.
+        """
         raise ValueError(
             "generate_batch is not supported, because this model keeps its own cache; leave out "
             "use_transformers_continuous_batching and use_transformers_paged, and answers come from `generate`"
@@ -633,6 +641,8 @@ register_optimizer_step_post_hook(_after_any_step)
 
 
 def _trains_all_it_can(model: DeepseekV41) -> bool:
-    """Whether all weights that can be trained beside packed weights are trained, so nobody has chosen some of them."""
+    """Whether every weight that is not packed is trainable and there is no LoRA adapter, so the user chose no subset of
+    weights.
+    """
     named = [(name, p) for name, p in model.named_parameters() if not isinstance(p, PackedWeight)]
     return all(parameter.requires_grad for _, parameter in named) and not any(".lora_" in name for name, _ in named)

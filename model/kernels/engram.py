@@ -73,8 +73,8 @@ _add_gated.register_autograd(
 
 @triton.jit
 def _tile(rows, token, at, count, N_TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile fp32 [N_TILE, COLUMNS] with the first `count` of a token's STRIDE rows, beginning at column `at`; the
-    rest of the tile is zero.
+    """Load a tile fp32 [N_TILE, COLUMNS] of a token that has STRIDE rows: the first `count` rows, beginning at column
+    `at`. The rest of the tile is zero.
     """
     number, column = tl.arange(0, N_TILE)[:, None], at + tl.arange(0, COLUMNS)[None, :]
     here = (number < count) & (column < DIM)

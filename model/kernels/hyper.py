@@ -323,8 +323,8 @@ def _product_backward_kernel(
 
 @triton.jit
 def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """Load the N rows of mixes that begin at row `first`, and compute logits = mixes * scale + base; both are [N_TILE,
-    tokens].
+    """Load N rows of mixes, beginning at row `first`, and compute logits = mixes * scale + base. Returns mixes and
+    logits, each [N_TILE, tokens].
     """
     row = tl.arange(0, N_TILE)[:, None]
     here = (row < N) & (token < tokens)[None, :]
@@ -334,8 +334,8 @@ def _sums(mixes, base, scale, first, token, tokens, N: tl.constexpr, N_TILE: tl.
 
 @triton.jit
 def _softmax(mixes, base, scale, token, tokens, N: tl.constexpr, N_TILE: tl.constexpr):
-    """Returns the mixes, and the softmax of their logits over the target axis, each [source, target, tokens]; padding
-    is zero.
+    """Returns mixes, and the softmax of logits over the target axis. Each result is [source, target, tokens], and is
+    zero at padding.
     """
     source, target = tl.arange(0, N_TILE)[:, None, None], tl.arange(0, N_TILE)[None, :, None]
     row = 2 * N + source * N + target
@@ -497,7 +497,7 @@ def _collapse_kernel(
 @triton.jit
 def _place(TOKENS_TILE: tl.constexpr, N_TILE: tl.constexpr):
     """Returns the indices of a tile [tokens, streams, columns]: the int64 token indices [TOKENS_TILE, 1, 1], the stream
-    indices [1, N_TILE, 1], and the index of the first column as a zero [1, 1, 1].
+    indices [1, N_TILE, 1], and a zero [1, 1, 1], which is the index of the first column.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)[:, None, None]
     return token, tl.arange(0, N_TILE)[None, :, None], tl.zeros([1, 1, 1], tl.int32)

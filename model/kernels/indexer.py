@@ -31,8 +31,8 @@ def block_peaks(
     """Compute the best score of each block of `block` entries (a power of two), fp32 [C, blocks]; the score of a block
     without visible entries is -inf.
 
-    q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Block 0 begins at slot
-    `low` or, with `own`, at each query's visible_from.
+    Arguments: q [C, Hi, Di], weights fp32 [C, Hi], keys [N, Di], visible_from and visible_to int64 [C]. Block 0 begins
+    at slot `low` or, with `own`, at each query's visible_from.
     """
     queries, heads, dim = q.shape
     peaks = torch.empty(queries, blocks, dtype=torch.float32, device=q.device)
@@ -70,8 +70,8 @@ def candidate_scores(
     tie_break: float,
 ) -> Tensor:
     """Compute the scores fp32 [C, M * block] of the entries in each query's blocks int32 [C, M] (-1: no block); the
-    score of an invisible entry is -inf. A query's blocks have no entry before its visible_from, int64 [C], from which
-    entries are counted for the tie-break.
+    score of an invisible entry is -inf. The blocks of a query begin at or after the slot visible_from (int64 [C]) of
+    the query; the tie-break counts entries from that slot.
     """
     queries, heads, dim = q.shape
     count = candidates.shape[1]
@@ -165,9 +165,7 @@ _loss.register_autograd(_differentiate_loss, setup_context=_save_loss)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Load a tile [len(place), DIM_TILE] of the rows whose int64 indices are `place`; rows are zero where `seen` is
-    false.
-    """
+    """Load a tile [len(place), DIM_TILE]: row i is row place[i] (int64) of the tensor, or zero if seen[i] is false."""
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 

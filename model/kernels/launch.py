@@ -70,10 +70,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, flops: float = 0
 
 
 def operator(name: str) -> Callable[[Callable], Any]:
-    """Register a function of tensors that allocates its results and launches kernels as `torch.ops.narrows.<name>`.
+    """Register a function as the PyTorch operator `torch.ops.narrows.<name>`. The function takes tensors, allocates its
+    results and launches kernels.
 
-    Compilers, fake tensors and operation counters then see one operation. The function is its own fake implementation,
-    since `launch` runs nothing on fake tensors.
+    For compilers, fake tensors and operation counters, the function is then a single operation. The function is its own
+    fake implementation, since `launch` runs nothing on fake tensors.
     """
 
     def register(function: Callable) -> Any:

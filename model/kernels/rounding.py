@@ -18,7 +18,7 @@ SIGN = tl.constexpr(-(2**31))
 
 @triton.jit
 def with_sign(magnitude, x):
-    """Returns magnitude >= 0 with the sign bit of x, in fp32."""
+    """Returns the fp32 number `magnitude`, which must be >= 0, with the sign bit of x."""
     return (magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)).to(tl.float32, bitcast=True)
 
 

@@ -183,18 +183,14 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _load_rows(rows, place, seen, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Load a tile [len(place), DIM_TILE] of the rows whose int64 indices are `place`; rows are zero where `seen` is
-    false.
-    """
+    """Load a tile [len(place), DIM_TILE]: row i is row place[i] (int64) of the tensor, or zero if seen[i] is false."""
     channel = tl.arange(0, DIM_TILE)[None, :]
     return tl.load(rows + place[:, None] * DIM + channel, mask=seen[:, None] & (channel < DIM), other=0.0)
 
 
 @triton.jit
 def _last(indices, SELECTED: tl.constexpr, SELECTED_TILE: tl.constexpr):
-    """Returns the length of a query's selection up to and including its last valid entry; only empty places (-1) follow
-    this entry.
-    """
+    """Returns the length of a query's list of selected entries without the -1 values at its end."""
     place = tl.arange(0, SELECTED_TILE)
     index = tl.load(indices + place, mask=place < SELECTED, other=-1)
     return tl.max(tl.where(index >= 0, place + 1, 0), 0)
@@ -386,9 +382,9 @@ def _entry_backward_kernel(
     """Compute the contribution of one query to the gradients of its selected entries.
 
     With ATOMIC, the contribution is added to d_entries fp32 [N + 1, D], whose last row, number `none`, receives the
-    gradients of empty places of the selection. Without ATOMIC, d_entries is [rows, K, D], and the rows of the tokens
-    from `start` on are written. Rows are split into PARTS tiles [., PART], because results are rearranged in shared
-    memory and whole rows would not fit.
+    gradients for unused positions (-1) in the list of selected entries. Without ATOMIC, d_entries is [rows, K, D], and
+    the rows of the tokens from `start` on are written. Rows are split into PARTS tiles with PART channels each, because
+    results are rearranged in shared memory, where whole rows would not fit.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program + start

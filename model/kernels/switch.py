@@ -17,8 +17,9 @@ _setting = "auto"
 
 @contextmanager
 def using(setting: str) -> Iterator[None]:
-    """A context manager that runs its body with one of SETTINGS. With activation checkpointing, the recomputed block
-    enters this context again, so that both passes use the same implementation.
+    """A context manager that runs its body with `setting` as the choice of kernels (auto, plain or triton). With
+    activation checkpointing, the recomputed block enters this context again, so that both passes use the same
+    implementation.
     """
     global _setting
     before, _setting = _setting, setting

@@ -3,8 +3,8 @@ kernel needs.
 
 `python -m model.kernels.table [--arch 90] [--tokens 65536] [--json] [kernel ...]` prints registers per thread, shared
 memory and register spills, which are read from the compiled code. Arithmetic intensity and the time on an H200 are
-estimates: matrix products at the peak rate, and every tensor moved once (see `Launch`). TRITON_INTERPRET must not be
-set.
+estimates, which assume that matrix products run at the peak rate and that every tensor is moved once (see `Launch`).
+TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -148,8 +148,8 @@ def _elementwise(c: TextConfig, tokens: int) -> None:
 
 
 def _different(launches: list[Launch]) -> list[Launch]:
-    """Returns the launches without repetitions: of launches with equal kernel, argument types and constants (as in a
-    loop over chunks) only the first is kept.
+    """Returns the launches without repetitions. If several launches have the same kernel, argument types and constants
+    (for example in a loop over chunks), only the first is returned.
     """
 
     def key(launch: Launch) -> str:

@@ -44,34 +44,36 @@ class HaloPlan:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Says how many of the slots each rank computes. A rank computes consecutive slots, and the slots of all ranks in
-    their order are the N slots of the whole layout.
+    """Says how many slots of compressed entries each rank computes. Each rank computes consecutive slots; concatenated
+    in rank order, these are the N slots of the whole layout.
 
-    sizes: for every rank, the number of its slots.
+    sizes: for every rank, the number of slots that it computes.
     """
 
     sizes: tuple[int, ...]
 
     @property
     def capacity(self) -> int:
-        """The number of rows that every rank sends: its slots, and rows without meaning up to the largest number."""
+        """The number of rows that every rank sends: the largest number of slots of any rank, at least 1. Ranks with
+        fewer slots add padding rows.
+        """
         return max(1, *self.sizes)
 
     def join(self, rows: Tensor) -> Tensor:
-        """Returns the slots [N, ...], given the rows [ranks * capacity, ...] of all ranks."""
+        """Returns the slots [N, ...], which are the rows [ranks * capacity, ...] of all ranks without padding."""
         parts = rows.split(self.capacity)
         return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
 
     def add_divided(self, rows: Tensor, slots: Tensor) -> None:
-        """Add the slots [N, ...] to the rows [ranks * capacity, ...] that `join` takes them from."""
+        """Add each of the slots [N, ...] to the one of the rows [ranks * capacity, ...] that `join` takes it from."""
         for own, part in zip(rows.split(self.capacity), slots.split(self.sizes), strict=True):
             own[: len(part)] += part
 
 
 def with_halo(tensors: Sequence[Tensor], plan: HaloPlan, ranks: RankGroup) -> tuple[Tensor, ...]:
     """Prepend to each tensor [T, ...] the rows of the tokens before the chunk, which are received from other ranks. In
-    the backward pass, the gradient of a received row is sent back to the rank that sent the row, and added to its
-    gradient there.
+    the backward pass, the gradient of a received row is sent back to the rank that sent the row, where it is added to
+    the gradient of that row.
     """
     rows = exchange([x.index_select(0, plan.index) for x in tensors], list(plan.sent), list(plan.received), ranks)
     return tuple(torch.cat(pair) for pair in zip(rows, tensors, strict=True))
@@ -81,10 +83,11 @@ def gather_entries(
     kv: Tensor, keys: Tensor, plan: GatherPlan, ranks: RankGroup, packed: KVFormat | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather the entries [capacity, D] and index keys [capacity, Di] of every rank into the slots [N, D] and [N, Di],
-    in one message. Returns the two, and a collector of gradients for each (see `model/summed_gradients.py`).
+    in one message. Returns entries, index keys, and a collector of gradients for each of the two (see
+    `model/summed_gradients.py`).
 
-    packed: the format that kv has been rounded to. The codes and scales of this format, and of the format of the index
-    keys, are then sent instead of the values; the result is the same.
+    packed: the format that kv has already been rounded to (None: send values). If it is given, the codes and scales of
+    kv and keys are sent instead of the values; the result is the same, because keys are already rounded to `KV_INDEX`.
 
     The backward pass sums the gradients of all ranks in fp32 and returns the gradient of each entry to the rank that
     computed it.
@@ -128,12 +131,14 @@ class _GatherSlots(torch.autograd.Function):
 
 
 def _as_sent(x: Tensor, form: KVFormat | None) -> Tensor:
-    """Returns the rows x themselves, or with a format uint8 [rows, bytes]: the codes and the scales of each row."""
+    """Returns x itself if `form` is None, otherwise the codes and scales of each row of x as bytes, uint8 [rows,
+    bytes].
+    """
     return x if form is None else torch.cat([part.view(torch.uint8) for part in form.pack(x)], dim=1)
 
 
 def _as_values(sent: Tensor, form: KVFormat | None, width: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_as_sent`: rows of `width` values."""
+    """The inverse of `_as_sent`: converts received rows back to rows of `width` values."""
     if form is None:
         return sent.to(dtype).contiguous()
     codes, scales = sent.split(form.widths(width), dim=1)  # both formats have scales of one byte
@@ -142,7 +147,7 @@ def _as_values(sent: Tensor, form: KVFormat | None, width: int, dtype: torch.dty
 
 def sum_of_parts(part: Tensor, ranks: RankGroup) -> Tensor:
     """Returns the sum of the tensors `part` of all ranks, from which all ranks compute the same loss. In the backward
-    pass, each rank gets the gradient of its own part only; so only one rank may count the loss itself.
+    pass, each rank gets only the gradient of its own part, so the loss itself may be counted on only one rank.
     """
     return part if ranks.size == 1 else _SumOfParts.apply(part, ranks)
 
@@ -159,8 +164,7 @@ class _SumOfParts(torch.autograd.Function):
 
 def chunk_bounds(tokens: int, ranks: int) -> Tensor:
     """Returns int64 [C + 1]: the index of the first token of every rank's chunk, and at the end the number of all
-    tokens. The sizes of the chunks differ by one at most; if there are fewer tokens than ranks, the last ranks get
-    empty chunks.
+    tokens. Chunk sizes differ by at most one; if there are fewer tokens than ranks, the last ranks get empty chunks.
     """
     return -(torch.arange(ranks + 1) * -tokens // ranks)
 

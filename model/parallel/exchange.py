@@ -1,6 +1,6 @@
 """Differentiable exchange of tensor rows between ranks: each rank sends any number of rows to every other rank.
 
-In shapes, R is the number of rows sent or received by this rank, ordered by rank; rows can have any shape.
+In shapes, R is the number of rows that this rank sends or receives; rows are ordered by rank and can have any shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model.parallel.ranks import RankGroup
 
 
 class RowCounts(NamedTuple):
-    """The numbers of rows in an exchange.
+    """How many rows each rank sends and receives in an exchange.
 
     received: int64 [size, ...], the number of rows of each kind that every rank sends to this rank.
     send: for every rank, the number of rows that this rank sends to it.
@@ -61,7 +61,8 @@ class Packer(Protocol):
 
 class Transfer:
     """An `exchange` that runs in the background. Creating a `Transfer` starts sending the rows, and `finish` waits for
-    the received rows and returns them. The caller may do other work between the two.
+    the received rows and returns them. The caller may do other work between creating the `Transfer` and calling
+    `finish`.
 
     packer: if given, the rows of the first tensor [R, width] are sent in the format of this packer, which must
     represent their values exactly. Gradients are sent unpacked.

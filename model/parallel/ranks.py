@@ -28,7 +28,9 @@ class RankGroup:
         return self
 
     def name(self, rank: int) -> str:
-        """Returns the name of rank `rank` of this group in messages, which contains its rank among all processes."""
+        """Returns a name for rank `rank` of this group, for use in messages; the name contains its rank among all
+        processes.
+        """
         return f"rank {rank if self.group is None else dist.get_global_rank(self.group, rank)}"
 
 
@@ -40,12 +42,12 @@ class Parallel:
     """The processes that a model is split over.
 
     experts: the ranks over which the routed experts of a layer are split; rank r owns experts [r*E/size, (r+1)*E/size).
-    tables: the ranks over which the rows of the Engram tables are split; with `shard_embeddings`, the rows of the token
-    embedding and of the head are split over the same ranks; rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size),
-    so the last ranks may own fewer rows or none. context: the ranks over which the tokens of a micro-batch are split in
-    consecutive chunks (context parallelism). dense: the ranks over which the rows of the blocks' dense matrices are
-    split. While a block runs, its whole matrices are gathered on every rank (FSDP2, see `train/distributed/dense.py`),
-    so results do not depend on this split.
+    tables: the ranks over which the rows of the Engram tables are split. With `shard_embeddings`, the rows of the token
+    embedding and of the head are split over the same ranks. Rank r owns rows [r*c, (r+1)*c) with c = ceil(rows / size),
+    so the last ranks may own fewer rows or none.
+    context: the ranks over which the tokens of a micro-batch are split in consecutive chunks (context parallelism).
+    dense: the ranks over which the rows of the blocks' dense matrices are split. While a block runs, its whole matrices
+    are gathered on every rank (FSDP2, see `train/distributed/dense.py`), so results do not depend on this split.
     """
 
     experts: RankGroup = ONE_RANK

@@ -24,7 +24,7 @@ class Lookup(NamedTuple):
     """The result of a look-up.
 
     values: [U, dim], the distinct rows that were looked up.
-    places: int64 of any shape, for each requested row its index in `values`.
+    places: int64 of any shape, the index in `values` of each requested row.
     work: a handle while the rows are still being received, otherwise None. Call `arrived` before using `values`.
     """
 
