@@ -3,24 +3,33 @@
 `load_tokenizer` and `build_loaders` are what a trainer needs. The list below follows the path of a text from a file
 into a batch; each file imports only files listed before it:
 
-    errors, config, cache:      errors about bad input; the settings `data.*`; cache files that are written atomically.
-    progress, network:          shows the progress of long work; tries again what the network prevented.
-    document:                   documents and their parts, and the interface of a source of documents.
-    files:                      finds files and unpacks compressed ones.
-    images:                     turns pixels into patches.
-    tokenizer:                  turns text into token ids.
-    tokens:                     turns documents into token ids, in memory or in the cache.
-    records:                    reads files of records (JSONL, JSON, Parquet, Arrow).
-    sources, chat:              sources of texts and records, and of conversations (a package).
-    image_folder, digits:       sources of images with captions beside them, and of images of digits.
-    open:                       opens the configured sources and splits off the held-out data.
-    packing, windows:           packs documents into rows; shuffles the rows.
-    rows, lanes:                iterates over rows from one or several sources; deals streams out to ranks.
-    collate, loader:            makes tensors of rows, and batches.
-    build:                      makes the tokenizer and the loaders from a configuration.
-    check:                      reports on the data: counts, lengths, bad records, samples.
-    tokenizer_files, examples:  files beside an exported tokenizer; example conversations for fine-tuning.
-    recall:                     rows with passages and pairs that come back, for the study of recall.
+    errors:           errors about bad input.
+    config:           the settings `data.*`.
+    cache:            cache files that are written atomically.
+    progress:         shows the progress of long work.
+    network:          repeats operations that failed because of the network.
+    document:         documents and their parts, and the interface of a source of documents.
+    files:            finds files and unpacks compressed ones.
+    images:           turns pixels into patches.
+    tokenizer:        turns text into token ids.
+    tokens:           turns documents into token ids, in memory or in the cache.
+    records:          reads files of records (JSONL, JSON, Parquet, Arrow).
+    sources:          sources of texts and records.
+    chat:             sources of conversations (a package).
+    image_folder:     a source of images with captions in text files beside them.
+    digits:           a source of images of digits.
+    open:             opens the configured sources and splits off the held-out data.
+    packing:          packs documents into rows.
+    windows:          packs and shuffles the documents in groups of limited size.
+    rows:             iterates over packed rows from one or several sources.
+    lanes:            divides streamed sources among ranks.
+    collate:          turns packed rows into the tensors of a batch.
+    loader:           the data loaders, which yield batches.
+    build:            makes the tokenizer and the loaders from a configuration.
+    check:            reports on the data: counts, lengths, bad records, samples.
+    tokenizer_files:  files beside an exported tokenizer.
+    examples:         example conversations for fine-tuning.
+    recall:           rows in which passages and key-value pairs are repeated, for the study of recall.
 
 The names that the package exports are imported lazily, so that reading settings does not load torch.
 """

@@ -36,14 +36,15 @@ T = TypeVar("T")
 
 
 class Once(Protocol):
-    """A function that calls its argument in one process of the run and returns the result in every process. It is what
-    keeps several processes from reading the same data."""
+    """A function that calls its argument in one process of the run and returns the result in every process. A call
+    through `Once` keeps the processes from all reading the same data.
+    """
 
     def __call__(self, make: Callable[[], T], /) -> T: ...
 
 
 def in_this_process(make: Callable[[], T]) -> T:
-    """The `Once` of a single process."""
+    """Call `make` and return its result: the `Once` of a run that has a single process."""
     return make()
 
 
@@ -56,7 +57,7 @@ def load_tokenizer(cfg: DataConfig, once: Once = in_this_process) -> Tokenizer:
     skip_special_tokens=False)`. Raises `DataError` if the tokenizer file is missing or is not a tokenizer, and
     ValueError that lists every problem of the configuration.
 
-    once: calls a function in one of the run's processes; the texts are hashed by that process only.
+    once: calls a function in only one of the run's processes, so that only one process hashes the texts.
     """
     refuse(cfg.problems())
     if cfg.tokenizer != "train":
@@ -73,7 +74,7 @@ def load_tokenizer(cfg: DataConfig, once: Once = in_this_process) -> Tokenizer:
 
 
 def _in_turn(readings: Iterable[Reading]) -> Iterator[str]:
-    """The texts of several sources, taken from each source in turn."""
+    """Yield the texts of several sources: the first text of every source, then the second text of every source, ..."""
     for documents in itertools.zip_longest(*readings):
         yield from (document[0].text for document in documents if document is not None)
 
@@ -97,19 +98,20 @@ def build_loaders(
     Args:
         tokenizer: from `load_tokenizer`.
         seq_len: number of tokens in a packed row; conversations and documents with images must fit into it.
-        batch_rows: number of rows that all row groups together take at a time, one micro-batch each. Row group g gets
-            the rows g * n to g * n + n - 1 of them, where n = `batch_rows / row_groups`.
-        row_group, row_groups: the number of this rank's row group, and of row groups. Ranks that share rows under
-            context parallelism are one row group; otherwise every rank is a row group by itself.
+        batch_rows: number of rows that all row groups together take for one micro-batch. Row group g gets rows g * n to
+            g * n + n - 1 of the `batch_rows` rows, where n = `batch_rows / row_groups`.
+        row_group: index of this rank's row group, counted from 0. Ranks that share rows under context parallelism are
+            one row group; without context parallelism every rank is a row group by itself.
+        row_groups: number of row groups.
         seed: random seed of the order in which rows are shuffled.
         vision: the model's `vision_config`. Sources with images need this setting; other sources ignore it.
         step_rows: number of rows of an optimizer step over all row groups, a multiple of `batch_rows`; None means
-            `batch_rows`. A stream is dealt out to so many lanes, so it gives the same steps on any number of
-            ranks.
+            `batch_rows`. A streamed source is divided into `step_rows` independent sequences of rows (lanes), so a step
+            has the same rows on any number of ranks.
         train_seq_len: number of tokens in a row of the training loader, `seq_len` or more; None means `seq_len`. A
-            position that was saved with another value can be loaded.
-        once: calls a function in one of the run's processes and returns the result in all of them. That process hashes
-            the data, and packs the held-out rows. All processes must call `build_loaders` together.
+            reading position that was saved with another `train_seq_len` can be loaded.
+        once: calls a function in one of the run's processes and returns the result in all of them, so that only one
+            process hashes the data and packs the held-out rows. All processes must call `build_loaders` together.
 
     Raises ValueError that lists every invalid argument or setting, and `DataError` for bad data.
     """
@@ -242,8 +244,8 @@ def argument_problems(
 def _readers(
     cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, seed: int | None, lanes: int, seq_len: int
 ) -> MakeReader:
-    """A function that opens a share of a training source. The shares of one rank are counted together, and if the
-    source is streamed, one thread reads and tokenises all of them.
+    """Returns a function that opens one share of a training source. All shares opened on a rank add to the same
+    statistics; if the source is streamed, a single thread reads and tokenises all shares of the rank.
 
     lanes: number of shares that this rank has open at the same time. seq_len: number of tokens in a row.
     """
@@ -273,13 +275,15 @@ def _readers(
 
 
 def _identities(cfg: DataConfig, train: Source, held_out: Source) -> tuple[str, str]:
-    """The identities of both sides of the data; a streamed held-out side is read in one process and needs none."""
+    """Returns the identity hashes of the training source and of the held-out source. The hash of a streamed held-out
+    source is "", because only one process reads that source.
+    """
     return train.identity(content=not cfg.streaming), "" if cfg.streaming else held_out.identity()
 
 
 def _held_out(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder, once: Once) -> PackingWindow:
     """The held-out rows: all rows of the held-out source, or only the first `validation_rows` rows if it is streamed.
-    One process of the run packs them, and reads and tokenises a stream.
+    One process of the run packs the held-out rows; a streamed source is read and tokenised by this process too.
     """
     if cfg.streaming:
         tokens = cfg.validation_rows * encoder.seq_len
@@ -296,8 +300,8 @@ def _held_out(cfg: DataConfig, source: Source, source_id: str, encoder: Encoder,
 
 
 def _empty(split: str, otherwise: str, store: TokenStore) -> DataError:
-    """The error for a split without documents. It lists the skipped records; if none was skipped, it says how to change
-    the settings, beginning with the text `otherwise`.
+    """The error for a split without documents. The message lists the skipped records; if no record was skipped, the
+    message says how to change the settings and begins with the text `otherwise`.
     """
     skipped = ", ".join(f"skipped {number} x {reason}" for reason, number in sorted(store.skipped.items()))
     detail = skipped or f"{otherwise} data.validation_share, or name held-out files in data.validation_paths"

@@ -29,12 +29,16 @@ class SplitReport:
     """The contents of one split of the data.
 
     Attributes:
-        records, documents: number of valid records, and of the documents made of them.
-        turns: number of user and assistant messages; those of a conversation that becomes several documents count once.
-        tokens, supervised: number of tokens of all documents, and of the tokens that can be targets of the loss.
+        records: number of valid records.
+        documents: number of documents made from the valid records.
+        turns: number of user and assistant messages; if a conversation becomes several documents, each message counts
+            once.
+        tokens: number of tokens of all documents.
+        supervised: number of tokens that can be targets of the loss.
         lengths: the number of tokens of each document, int64 [documents].
-        rows, padding: number of packed rows of `seq_len` tokens, and the fraction of padding in them.
-        refusals: for each reason, the number of bad records, and the first of them with file and line.
+        rows: number of packed rows of `seq_len` tokens.
+        padding: the fraction of padding in the packed rows.
+        refusals: for each reason, the number of bad records, and the messages of the first errors with file and line.
         samples: the first documents, each as a list of (text, whether it is supervised).
     """
 
@@ -126,8 +130,8 @@ def _read(source: Any, encoder: Encoder) -> SplitReport:
 
 
 def _mask(encoded: Encoded, encoder: Encoder) -> np.ndarray:
-    """bool [tokens]: which tokens of a document are targets of the loss if the document is not cut; `Collator` labels
-    the same tokens.
+    """Returns a mask, bool [tokens], of the tokens of a document that are targets of the loss if the document is not
+    cut; these are the tokens that `Collator` gives labels to.
     """
     mask = np.ones(len(encoded.ids), np.bool_) if encoded.loss_mask is None else encoded.loss_mask.astype(np.bool_)
     mask[0] = False

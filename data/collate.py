@@ -46,8 +46,8 @@ class Collator:
         self.policy = BadRecordPolicy(on_error)
 
     def collate(self, chosen: list[tuple[PackingWindow, int]]) -> Batch:
-        """Make a batch of the chosen rows, each given as (window, row number). The row number -1 stands for a row of
-        padding.
+        """Make a batch of the chosen rows, each given as (packing window, index of the row in it). The row index -1
+        stands for a row of padding.
         """
         shape = len(chosen), self.seq_len
         ids = np.full(shape, self.special.pad, np.int64)
@@ -88,9 +88,9 @@ class Collator:
     def _images(
         self, ids: np.ndarray, labels: np.ndarray, pictures: list[tuple[int, slice, Picture]]
     ) -> dict[str, np.ndarray]:
-        """The tensors of the images; each image belongs to the first image span in its document that has no image
-        yet. An image that cannot be loaded is reported to the policy; if the policy does not stop, the image becomes
-        grey and its document loses its labels.
+        """The tensors of the images; each image belongs to the first image span in its document that has no image yet.
+        An image that cannot be loaded is reported to the policy; if the policy does not stop the run, the image becomes
+        grey and no token of its document is a target.
         """
         vision = self.vision
         assert vision is not None

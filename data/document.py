@@ -31,9 +31,9 @@ class Picture:
 
     Attributes:
         key: identifies the image.
-        image: an image file, or where the bytes of one are.
-        width, height: the size in pixels as the image is shown.
-        file, line: the record that refers to the image, for errors.
+        image: the path or the bytes of an image file, or the part of a larger file that contains these bytes.
+        width, height: the size in pixels, as an image viewer shows the image.
+        file, line: file and line of the record that refers to the image, for error messages.
     """
 
     key: str
@@ -110,7 +110,7 @@ class Source(Protocol):
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:
         """Yield the documents from `position` on (None means from the start), each with a function that returns the
-        position after it.
+        position after that document.
         """
         ...
 
@@ -122,7 +122,9 @@ class Source(Protocol):
 
 
 class SharedSource(Source, Protocol):
-    """A source whose records can be dealt out, so that several readers read every record once between them."""
+    """A source whose records can be divided into shares, so that several readers together read every record exactly
+    once.
+    """
 
     def share(self, share: Share) -> SharedSource:
         """Returns a source of one share of the records. A position is valid only for the share that it comes from."""

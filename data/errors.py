@@ -33,7 +33,7 @@ class DataError(ValueError):
 
 
 class NetworkError(DataError):
-    """Data could not be read over the network, although it was tried several times; another start may succeed."""
+    """The error for data that could not be read over the network in several tries; a restart of the run may succeed."""
 
 
 class BadRecordPolicy:
@@ -51,7 +51,9 @@ class BadRecordPolicy:
         self.unused: Counter[str] = Counter()  # for each unused key, the number of records that have it
 
     def report(self, error: DataError) -> None:
-        """Either raise the error, or count it and return; the caller then continues with the next record."""
+        """Raise the error under the policy `stop`; under `skip` count it and return, and the caller continues with the
+        next record.
+        """
         if self.stop:
             raise error
         self._count(self.skipped, "skipped", error)

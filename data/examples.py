@@ -32,8 +32,8 @@ SHORTEST = 8  # lines with fewer characters are left out
 
 
 def modules() -> tuple[list[dict], list[dict]]:
-    """Conversations that ask for the blanked-out module name in a line: those from training files, and those from
-    held-out files.
+    """Returns two lists of conversations that ask for the blanked-out module name in a line: one list from training
+    files, and one from held-out files.
     """
     # By whether the line is held out; lines in order, without duplicates
     lines: dict[bool, dict[tuple[str, str], None]] = {False: {}, True: {}}
@@ -47,8 +47,8 @@ def modules() -> tuple[list[dict], list[dict]]:
 
 
 def digits() -> tuple[list[dict], list[dict]]:
-    """Conversations that ask which digit an image shows: those for training, and those that a hash of the pixels holds
-    out.
+    """Returns two lists of conversations that ask which digit an image shows: one for training, and one held out by a
+    hash of the pixels.
     """
     return list(_digits("train")), list(_digits("validation"))
 
@@ -57,7 +57,9 @@ EXAMPLES = {"modules": modules, "digits": digits}
 
 
 def write(name: str, folder: Path) -> tuple[int, int]:
-    """Write the conversations of one example data set. Returns the number for training and the number held out."""
+    """Write the conversations of one example data set. Returns the number of training conversations and the number of
+    held-out conversations.
+    """
     train, valid = EXAMPLES[name]()
     folder.mkdir(parents=True, exist_ok=True)
     for split, records in (("train", train), ("valid", valid)):

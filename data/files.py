@@ -63,10 +63,10 @@ class File:
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     """All files that the paths name, sorted and without duplicates.
 
-    A path can be a folder, a file or a glob pattern. Of a folder, all files with one of `suffixes` are taken (in upper
-    or lower case, possibly compressed: `.gz`, `.zst`, `.bz2`, `.xz`), at any depth and through links to folders, except
-    hidden files; the log counts the files that are left out. A single file, or one that matches a glob pattern, is
-    taken whatever its suffix is. Raises `DataError` for a path without files.
+    A path can be a folder, a file or a glob pattern. From a folder, all files with one of `suffixes` are taken (in
+    upper or lower case, possibly compressed: `.gz`, `.zst`, `.bz2`, `.xz`), at any depth and through links to folders,
+    except hidden files; the log counts the files that are left out. A single file, or one that matches a glob pattern,
+    is taken whatever its suffix is. Raises `DataError` for a path without files.
     """
     found: dict[Path, File] = {}
     for entry in paths:
@@ -89,7 +89,7 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
 
 
 def total_bytes(files: Iterable[File]) -> int:
-    """The sizes of all files together; files that are missing count nothing."""
+    """The total size of all files in bytes; a missing file counts as 0."""
     return sum(file.path.stat().st_size for file in files if file.path.is_file())
 
 
@@ -216,12 +216,12 @@ def _read_hash(path: Path, advance: Advance) -> bytes:
 
 
 def deal_files(sizes: list[int], share: Share, divisible: bool) -> dict[int, Share]:
-    """Deal files of these sizes in bytes to the shares. Returns which part of which file `share` has: the number of the
-    file, and its part as a `Share`.
+    """Divide files of these sizes in bytes among several shares. Returns the files of the share `share`: a map from the
+    index of each file to the part of it (a `Share`) that belongs to this share.
 
     With n shares, whole files are dealt in rounds of n files, largest files first, in alternating direction, so that
-    all shares get as many files and nearly as many bytes. Each of the fewer than n smallest files that remain is
-    divided among all shares if it is `divisible`, and otherwise dealt whole.
+    all shares get as many files and nearly as many bytes. Fewer than n files remain, the smallest ones: each is divided
+    among all shares if `divisible` is true, and otherwise given whole to one share.
     """
     index, count = share
     order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
@@ -234,15 +234,16 @@ def deal_files(sizes: list[int], share: Share, divisible: bool) -> dict[int, Sha
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file is compressed, by its first bytes."""
+    """Whether a file is compressed, which its first bytes show."""
     with path.open("rb") as file:
         begin = file.read(8)
     return any(begin.startswith(mark) for mark in (*PACKED, ZSTD))
 
 
 def lines_of_share(path: Path, share: Share) -> tuple[int, int]:
-    """The range of bytes of a file whose lines are the lines of a share: each line belongs to the share in whose equal
-    part of the file the line begins. Returns the first byte, and the byte after the last one.
+    """The byte range of the lines of a file that belong to one share. The file is divided into equal parts, one for
+    each share; a line belongs to a share if it begins in the share's part. Returns the first byte, and the byte after
+    the last one.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -236,7 +236,7 @@ def open_picture(image: Path | bytes, file: str, line: int) -> Picture:
 def load_picture(picture: Picture) -> Image.Image:
     """Decode an image, as an image viewer shows it.
 
-    Raises `DataError` if the image is missing or damaged, or has another size than when its document was read.
+    Raises `DataError` if the image is missing or damaged, or if its size has changed since its document was read.
     """
     name = _name(picture.image)
     with _data_errors(name, picture.file, picture.line), _opened(picture.image) as image:
@@ -263,9 +263,9 @@ def _opened(image: Path | bytes | FilePart) -> Image.Image:
 
 
 def _is_turned(image: Image.Image) -> bool:
-    """Whether the camera orientation exchanges width and height, which Pillow itself takes into account for TIFF.
-    Reads the header only: without the condition, Pillow would decode a PNG to look for an orientation behind the
-    pixels.
+    """Whether the camera orientation swaps width and height; for TIFF the answer is False, because Pillow itself
+    applies the orientation. Only the header is read: a PNG without EXIF data in the header counts as not turned,
+    because Pillow would decode the image to look for EXIF data after the pixels.
     """
     known = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
     return known and image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)

@@ -1,12 +1,13 @@
-"""Deals streams out to lanes, so that every rank reads and tokenises only what it trains on.
+"""Divides streamed sources into lanes, so that every rank reads and tokenises only the data that it trains on.
 
-A lane is a sequence of rows of its own: lane l of n reads share l of n of every source (see `SharedSource`), and packs
-and shuffles it by itself. Row n of an optimizer step always comes from lane n, and a rank has the lanes of its rows. A
-step therefore has the same rows on any number of ranks.
+A lane is an independent sequence of rows: lane l of n reads share l of n of every source (see `SharedSource`), and
+packs and shuffles the documents of this share by itself. Row n of an optimizer step always comes from lane n, and a
+rank has the lanes of its rows. A step therefore has the same rows on any number of ranks.
 
-A position has the place of every lane. If a run continues with another number or length of rows, its lanes are dealt
-anew: each old lane that has not finished the current epoch is handed to a new lane, which first reads it to its end, so
-that every document of the epoch is still read exactly once. The next epoch is shared by the new lanes.
+A saved position has the reading position of every lane. If a run continues with another number of rows per step or
+another row length, the rest of the epoch is distributed over new lanes: each old lane that has not finished the epoch
+is assigned to a new lane, which first reads the old lane to its end, so that every document of the epoch is still read
+exactly once. The next epoch is divided among the new lanes in the usual way.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ OPEN_LANES = 64  # a rank with more lanes closes the files of each lane between 
 
 
 def window_tokens(whole: int, lanes: int, seq_len: int) -> int:
-    """The size of a lane's packing window in tokens. All lanes of a step together have `whole` tokens, but each lane
-    has at least MIN_WINDOW_ROWS rows.
+    """The size of a lane's packing window in tokens. The packing windows of all lanes together have `whole` tokens, but
+    each packing window has at least MIN_WINDOW_ROWS rows (or `whole` tokens, if that is less).
     """
     return whole if lanes == 1 else max(whole // lanes, min(whole, MIN_WINDOW_ROWS * seq_len))
 
@@ -35,12 +36,13 @@ def window_tokens(whole: int, lanes: int, seq_len: int) -> int:
 class Lane:
     """The rows of one source in one lane.
 
-    make: opens a share of the source. share: the lane and the number of lanes. seq_len: number of tokens in a row.
+    make: opens a share of the source. share: the index of this lane, and the number of lanes. seq_len: number of tokens
+    in a row.
 
     Attributes:
-        inherited: old lanes that this lane finishes first. Each is a position of a `RowReader`, with the `share` that
-            it belongs to, the length of rows that its windows are `sized` for, and the last epoch (`until`) of which it
-            is read.
+        inherited: old lanes that this lane finishes first. Each old lane is a `RowReader` position with three more
+            keys: `share` (the share that the old lane reads), `sized` (the row length for which the size of its packing
+            windows was chosen) and `until` (the last epoch that is read from the old lane).
     """
 
     def __init__(self, make: MakeReader, share: Share, seq_len: int):
@@ -81,13 +83,13 @@ class Lane:
 
 
 class LaneRows:
-    """The rows of this rank, each from its lane, with the interface that `TrainLoader` needs.
+    """Iterates over the rows of this rank, each from its own lane, with the interface that `TrainLoader` needs.
 
     Args:
         readers: for each source, the function that opens a share of it.
         weights: the relative share of tokens of each source; every lane keeps to these weights by itself.
         step_rows: number of rows of an optimizer step over all ranks, which is the number of lanes.
-        own: the lanes of this rank.
+        own: the indices of the lanes of this rank.
         seq_len: number of tokens in a row.
 
     Raises `DataError` if a lane has no document.
@@ -120,14 +122,14 @@ class LaneRows:
         return stats if len(stats.stats) > 1 else next(iter(stats.stats.values()))
 
     def next_rows(self, count: int, own: slice) -> list[Row]:
-        """Advance by `count` rows of a step, and return those of them that `own` selects."""
+        """Advance by `count` rows of the step, and return only the rows that the slice `own` selects."""
         turns = range(self._turn, self._turn + count)[own]
         self._turn = (self._turn + count) % self.count
         return [self.lanes[turn % self.count].next_row() for turn in turns]
 
     def counts(self) -> np.ndarray:
-        """For each source the sums over the lanes of this rank: tokens, rows, epochs, and the number of lanes, float64
-        [sources, 4]. Their sum over all ranks is what `progress` takes.
+        """Returns float64 [sources, 4]: for each source the tokens, rows and epochs, summed over the lanes of this
+        rank, and the number of these lanes. The sum of this array over all ranks is the argument of `progress`.
         """
         found = np.zeros((len(self._any.readers), 4))
         for lane in self.lanes.values():
@@ -139,7 +141,7 @@ class LaneRows:
         """For each source of a mixture, the number of tokens and rows so far, and of complete epochs (the mean over
         lanes); empty for a single source.
 
-        counts: the sum of `counts` over ranks; None means this rank alone.
+        counts: the sum over all ranks of what the method `counts` returns; None means the counts of this rank alone.
         """
         table = self.counts() if counts is None else counts
         names = list(self._any.readers)
@@ -150,7 +152,7 @@ class LaneRows:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this rank's lanes; `merged` makes the whole position of those of all ranks."""
+        """The position of the lanes of this rank; `merged` combines the positions of all ranks."""
         positions = {str(lane): rows.state_dict() for lane, rows in self.lanes.items()}
         return {"lanes": self.count, "seq_len": self.seq_len, "turn": self._turn, "positions": positions}
 
@@ -169,7 +171,7 @@ class LaneRows:
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole position, from the `state_dict` of every rank."""
+    """Combine the `state_dict` of every rank into the position of the whole run."""
     if "lanes" not in states[0]:
         return states[0]
     positions = {lane: position for state in states for lane, position in state["positions"].items()}
@@ -177,7 +179,9 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_one_lane(state: dict[str, Any]) -> dict[str, Any]:
-    """The position of a run that had no lanes, which read its sources as one lane does."""
+    """Convert the position of a run without lanes to the position of a run with one lane, which reads its sources in
+    the same way.
+    """
     own = {key: value for key, value in state.items() if key != "fingerprint"}
     if "sources" not in own:
         own = {"sources": {"": own}, "tokens": {"": 0}, "rows": {"": 0}}
@@ -185,9 +189,9 @@ def _of_one_lane(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def deal_anew(positions: list[dict[str, Any]], count: int, seq_len: int) -> list[dict[str, Any]]:
-    """The positions of `count` new lanes that together read everything that the old lanes have not yet read of the
-    epochs that some old lane has begun, and then go on to the next epoch. Tokens and rows used so far are divided
-    evenly.
+    """Returns the positions of `count` new lanes. The new lanes together first finish every epoch that some old lane
+    has begun, reading only what the old lanes have not read yet, and then go on to the next epoch. The counts of tokens
+    and rows used so far are divided evenly among the new lanes.
 
     seq_len: number of tokens in a row of the old lanes.
     """

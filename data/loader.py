@@ -28,7 +28,9 @@ Finished = TypeVar("Finished")
 
 
 class _Place(NamedTuple):
-    """A place in the training data: its position, and what `sources` and `counts` return there."""
+    """A point in the training data: the position to save there, and the values that `sources` and `counts` return
+    there.
+    """
 
     position: dict[str, Any]
     progress: dict[str, dict[str, float]]
@@ -75,15 +77,16 @@ class TrainLoader:
     def sources(self, counts: torch.Tensor | None = None) -> dict[str, dict[str, float]]:
         """For each source of a mixture, the number of tokens, rows and epochs so far; empty without a mixture.
 
-        counts: the sum of `counts` over all ranks. None: what this rank knows, which is all if `counts` is None.
+        counts: the sum over all ranks of what the method `counts` returns. If it is None, the numbers are those that
+        this rank knows; they cover all ranks if the method `counts` returns None.
         """
         if counts is not None and isinstance(self.rows, LaneRows):
             return self.rows.progress(counts.numpy(force=True))
         return self._place().progress
 
     def counts(self) -> torch.Tensor | None:
-        """What this rank has used of each source of a mixture, float64 [sources, 4] (see `LaneRows.counts`), to be
-        summed over ranks; None if there is no mixture, or if all ranks count the same rows.
+        """The amount of data of each source of a mixture that this rank has used, float64 [sources, 4] (see
+        `LaneRows.counts`), to be summed over ranks; None if there is no mixture, or if all ranks count the same rows.
         """
         counts = self._place().counts
         return None if counts is None else counts.clone()  # collectives change a tensor in place
@@ -102,7 +105,7 @@ class TrainLoader:
         raised in place of its batch.
 
         The position that `state_dict` saves and the numbers of `sources` are those of the batch that was yielded last.
-        Until the generator is closed, the loader must not be used otherwise.
+        Until the generator is closed, do not iterate over the loader itself, and do not load a position.
         """
         self._handed_out = self._now()
 
@@ -123,7 +126,7 @@ class TrainLoader:
         return self._handed_out or self._now()
 
     def _now(self) -> _Place:
-        """The place behind the rows that were read last."""
+        """The point in the training data after the rows that were read last."""
         progress = self.rows.progress() if isinstance(self.rows, LaneRows | MixedRows) else {}
         counts = torch.from_numpy(self.rows.counts()) if isinstance(self.rows, LaneRows) and progress else None
         return _Place(self.rows.state_dict(), progress, counts)
@@ -159,7 +162,8 @@ def merge_positions(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ValidationLoader:
-    """The held-out batches (see `Collator`). Every pass over them and every training seed gives the same finite set.
+    """The held-out batches (see `Collator`). The set of batches is finite, and is the same in every pass and for every
+    training seed.
 
     The last batch may have fewer rows than the others. Rows of padding are added to it only as needed to give all ranks
     the same number of rows.
@@ -170,8 +174,8 @@ class ValidationLoader:
         once: calls a function in one process of the run and returns the result in all of them.
 
     Attributes:
-        target_tokens, target_bytes: the number of supervised tokens in the batches of all ranks, and the number of
-            bytes of source text of these tokens.
+        target_tokens: the number of supervised tokens in the batches of all ranks.
+        target_bytes: the number of bytes of source text of the supervised tokens.
     """
 
     def __init__(
@@ -240,8 +244,8 @@ class MixedValidation:
 
 
 def _targets(window: PackingWindow, special: SpecialIds) -> tuple[int, int]:
-    """The number of tokens in the window's rows that have a label (see `Collator`), and the number of bytes of their
-    source text.
+    """Returns the number of tokens with a label (see `Collator`) in the rows of a packing window, and the number of
+    bytes of source text of these tokens.
     """
     store, rows = window.store, window.rows
     tokens = num_bytes = 0

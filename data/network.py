@@ -1,4 +1,4 @@
-"""Tries again what failed because of the network or a busy server."""
+"""Repeats operations that failed because of the network or a busy server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _passes(error: BaseException) -> bool:
 
 
 class Tries:
-    """Counts failures in a row, and waits between tries.
+    """Counts consecutive failures of an operation, and waits before the next try.
 
     where: the name of the data set, for messages. waits: seconds before the second, third, ... try.
     """
@@ -60,8 +60,8 @@ class Tries:
         self.failed = 0
 
     def wait(self, error: BaseException) -> None:
-        """Wait before the next try, up to a quarter longer by chance, so that the processes of a run do not all come
-        back at once.
+        """Wait before the next try. A random extra time of up to a quarter keeps the processes of a run from all trying
+        again at the same moment.
 
         Raises `NetworkError` if this was the last try.
         """
@@ -76,7 +76,8 @@ class Tries:
 
 
 def retried(action: Callable[[], T], where: str) -> T:
-    """Call `action` until it succeeds, waiting longer after each failure that `passes`; other exceptions are raised.
+    """Call `action` until it succeeds, waiting longer after each failure for which `passes` is true; other exceptions
+    are raised.
 
     Raises `NetworkError` if every try fails.
     """

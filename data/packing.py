@@ -40,8 +40,8 @@ class PackedRows:
         return len(self.offsets) - 1
 
     def reordered(self, order: np.ndarray) -> PackedRows:
-        """A new `PackedRows` of the rows whose numbers are in `order`, which can be any selection of rows in any
-        order.
+        """Returns a new `PackedRows` with the rows whose indices are in `order`, which can be any selection of rows in
+        any order.
         """
         counts = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -50,8 +50,8 @@ class PackedRows:
 
 
 def pack_rows(lengths: np.ndarray, seq_len: int, advance: Advance = lambda amount: None) -> PackedRows:
-    """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens. advance: is
-    called with numbers of documents that have been packed.
+    """Pack documents of these lengths (int64 [documents], all positive) into rows of `seq_len` tokens. advance: a
+    function that is called several times, each time with the number of documents packed since the last call.
 
     The result is deterministic; the docstring of this file gives the rules. The time is nearly linear in the number of
     documents and rows.
@@ -70,13 +70,13 @@ def pack_rows(lengths: np.ndarray, seq_len: int, advance: Advance = lambda amoun
 
 
 def repack_rows(rows: PackedRows, used: int, documents: np.ndarray, seq_len: int) -> PackedRows:
-    """Pack the pieces of `rows` from row number `used` on into rows of `seq_len` tokens. No token is dropped or
+    """Pack the pieces of `rows` from row index `used` on into rows of `seq_len` tokens. No token is dropped or
     repeated.
 
     Pieces that continue each other in a document are joined first. If no row was used, the result is therefore the same
     as if the documents had been packed into rows of `seq_len` tokens from the start.
 
-    documents: the numbers of all documents in `rows`, in the order in which they were packed.
+    documents: the indices of all documents in `rows`, in the order in which the documents were packed.
     """
     first = rows.offsets[used]
     document, start, length = rows.document[first:], rows.start[first:], rows.length[first:]

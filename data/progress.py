@@ -93,14 +93,14 @@ def duration(seconds: float) -> str:
 
 
 def _is_first() -> bool:
-    """Returns whether this process is the first one of its run. Without `torch.distributed` it is the only one."""
+    """Returns whether this process is the first one of its run. Without `torch.distributed` there is only one."""
     distributed: Any = sys.modules.get("torch.distributed")  # this module does not load torch
     connected = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return not connected or distributed.get_rank() == 0
 
 
 def _ignore(line: str) -> None:
-    """Shows nothing."""
+    """Show no progress line; for processes other than the first."""
 
 
 def _to_stderr(line: str) -> None:

@@ -2,16 +2,17 @@
 ``python -m data.recall FOLDER``.
 
 The text is that of the running Python's standard library, split into training and held-out files as by
-``data.source=stdlib``. A row has 4,096 tokens, two of them control tokens around it, and consists of units of 64:
+``data.source=stdlib``. A row has 4,096 tokens, of which the first and the last are control tokens, and consists of
+units of 64 tokens:
 
     16 tokens   text that continues the text of the unit before
     16 tokens   4 pairs, each an opening mark, a key, a value and a closing mark; keys and values are drawn at random
     16 tokens   a passage of an earlier unit again, word for word
     16 tokens   4 pairs of an earlier unit again
 
-A second occurrence begins exactly `distance` tokens after the first. Training rows mix all `DISTANCES`; where a
-distance would reach before the row, text and pairs are new. Only second occurrences are targets: the values of pairs,
-and of a passage the tokens after the first `UNSURE`, which do not yet say which passage it is.
+A second occurrence begins exactly `distance` tokens after the first. Training rows mix all `DISTANCES`; where the
+distance would reach back beyond the beginning of the row, text and pairs are new. Only second occurrences are targets:
+the values of pairs, and of a passage the tokens after the first `UNSURE`, which do not yet say which passage it is.
 
 FOLDER gets ``tokenizer.json``; ``train.jsonl`` with both kinds of targets; and for every distance D ``pairs-D.jsonl``
 and ``passages-D.jsonl`` with held-out text, only this distance, and one kind of targets.
@@ -44,24 +45,26 @@ VALUES = 64  # the number of tokens that can be values; they are the last of the
 
 @dataclass(frozen=True)
 class Row:
-    """The token ids of a row, and at which positions the second occurrences of passages and of values are."""
+    """The token ids of a row, and two masks of positions: the second occurrences of passages, and those of values."""
 
     ids: np.ndarray
     passages: np.ndarray
     values: np.ndarray
 
     def record(self, targets: np.ndarray) -> dict[str, list[int]]:
-        """The row as a record of token ids. targets: bool, the positions that are targets."""
+        """The row as a record of token ids and labels. targets: a bool mask of the positions that are targets."""
         return {"input_ids": self.ids.tolist(), "labels": np.where(targets, self.ids, -100).tolist()}
 
 
 def make_row(
     text: Iterator[int], marks: Sequence[int], distances: Sequence[int], length: int, draw: np.random.Generator
 ) -> Row:
-    """Make one row without the control tokens around it, so that units begin at multiples of UNIT with them.
+    """Make one row without the first and the last token, which are control tokens; units begin at multiples of UNIT in
+    the row with the control tokens.
 
-    text: yields the next tokens of the text. marks: the tokens around a pair. distances: those from which each passage
-    and each group of pairs draws its own. length: tokens in the row with the control tokens, a multiple of UNIT.
+    text: yields the next tokens of the text. marks: the tokens around a pair. distances: the distances from which one
+    is drawn for each passage and each group of pairs. length: tokens in the row with the control tokens, a multiple of
+    UNIT.
     """
     ids = np.zeros(length, np.int64)
     passages, values = np.zeros(length, np.bool_), np.zeros(length, np.bool_)

@@ -54,7 +54,8 @@ def read_records(
     file. For a record that cannot be read, the `Item` holds the error.
 
     A share of lines that are not compressed is a range of bytes, and a share of a table or of a JSON list is a range of
-    records; only this range is read. Of compressed lines, a share has every n-th line, and all lines are decompressed.
+    records; only this range is read. In a compressed file of lines, each of n shares has every n-th line, and every
+    reader decompresses all lines.
 
     columns: a function that chooses the columns to read from a table. Raises `DataError` for a file that cannot be read
     at all.
@@ -75,8 +76,8 @@ def _reader(path: Path) -> Callable[..., Iterator[Item]]:
 
 
 def name_of(path: Path, share: Share) -> str:
-    """The name of a file in errors. If lines are numbered from the beginning of a share, the name says where the share
-    begins.
+    """The name of a file in error messages. If lines are numbered from the beginning of a share, the name says where
+    the share begins.
     """
     begin, _, line = _range(path, share)
     return _named(path, begin, line)
@@ -136,7 +137,9 @@ def _parsed(raw: bytes, name: str, line: int, policy: BadRecordPolicy) -> Any:
 
 
 def _part(number: int, start: Place, share: Share) -> tuple[int, int]:
-    """The first record to read and the one after the last, of a share of `number` records from a place on."""
+    """The index of the first record to read, and the index after the last one. The records to read are those of a share
+    of a file with `number` records, without the records before the place `start`.
+    """
     index, count = share
     return max(number * index // count, start[0] if start else 0), number * (index + 1) // count
 

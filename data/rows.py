@@ -24,8 +24,8 @@ class RowReader:
     A position consists of the epoch, the number of the packing window in the epoch, the place in the source where this
     window begins, the length of rows, and the number of rows that have been used. Resuming packs this one window again.
     A position with rows of another length can be loaded: the tokens of its window that are in none of the rows used so
-    far are packed into rows of the reader's length. The position keeps the earlier lengths for as long as this window
-    lasts, each with the number of rows that were used.
+    far are packed into rows of the reader's length. Until this window ends, the position also stores each earlier row
+    length, with the number of rows of that length that were used.
 
     prefetch: the thread that loads the next window while the rows of the current window are used, or None.
     """
@@ -101,7 +101,9 @@ class RowReader:
         self._start, self._row, self._window, self._earlier = after, 0, None, []
 
     def _load(self) -> PackingWindow:
-        """Return the window at the current position, without what was used of it in rows of earlier lengths."""
+        """Return the packing window at the current position, without the tokens that were already used in rows of
+        earlier lengths.
+        """
         window = self._at_position()
         lengths = [*(length for length, _ in self._earlier), self.windows.seq_len]
         used = [0, *(rows for _, rows in self._earlier)]
@@ -111,8 +113,8 @@ class RowReader:
         return window
 
     def _at_position(self) -> PackingWindow:
-        """Return the whole window at the current position, which may have been prefetched, and start prefetching the
-        next one.
+        """Return the whole packing window at the current position, which may have been prefetched, and start to
+        prefetch the next window.
         """
         wanted = self.epoch, self._number, self._start
         if self._reader is None:
@@ -130,7 +132,7 @@ class RowReader:
 
 
 class Rows(Protocol):
-    """The interface of the rows of one source, which `RowReader` and `Lane` have."""
+    """The interface of iterators over the rows of one source; `RowReader` and `Lane` implement it."""
 
     @property
     def epoch(self) -> int: ...
@@ -160,8 +162,8 @@ class MixedRows:
 
     Args:
         readers: the reader of each source, by the name of the source.
-        weights: the relative share of tokens of each source: with 7 and 1, seven of eight tokens come from the first
-            source.
+        weights: the relative share of tokens of each source: with weights 7 and 1, seven of eight tokens come from the
+            first source.
     """
 
     def __init__(self, readers: Mapping[str, Rows], weights: dict[str, float]):

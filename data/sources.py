@@ -51,15 +51,15 @@ class FileSource:
         self.hash_cache: Path | None = None  # a folder that keeps the hash of the files' contents
 
     def share(self, share: Share) -> Self:
-        """Returns a source of one share of the documents; see `deal_files`. `identity` stays that of the whole
-        source.
+        """Returns a source of one share of the documents; see `deal_files`. The `identity` of a share is the same as
+        that of the whole source.
         """
         other = copy.copy(self)
         other.own = share
         return other
 
     def _dealt(self) -> dict[int, Share]:
-        """Map the number of each file that this process reads to the part of the file that it reads."""
+        """Map the index of each file that belongs to this share to the part of the file that belongs to it."""
         if self.own == WHOLE:
             return dict.fromkeys(range(len(self.files)), WHOLE)
         sizes = [file.path.stat().st_size if file.path.is_file() else 0 for file in self.files]
@@ -190,7 +190,7 @@ class RecordFiles(FileSource, _Records):
 
 
 def _numbered(index: int, items: Iterable[Item]) -> Iterator[tuple[Any, int, list, Callable[[], list]]]:
-    """The items of file `index` as `_Records._within` takes them, with positions in the whole source."""
+    """The items of file `index` in the form that `_Records._within` takes, with positions in the whole source."""
     for item in items:
         yield item.record, item.line, [index, *item.before], partial(list, (index, *item.after))
 
@@ -259,8 +259,8 @@ class HubDataset(_Records):
     def share(self, share: Share) -> Self:
         """Returns a source of one share of a streaming data set.
 
-        With n shares and s files (shards) of the data set, gcd(n, s) sets of shares read different files. The shares of
-        a set read the same files, and each takes its part of the records.
+        With n shares and s files (shards) of the data set, the shares form gcd(n, s) sets, which read different files.
+        The shares of a set read the same files, and each takes its part of the records.
         """
         from datasets.distributed import split_dataset_by_node
 
@@ -375,7 +375,9 @@ class HashSplit:
         return f"{self.source.identity(content)} {self.share_held_out} {self.held_out}"
 
     def share(self, share: Share) -> HashSplit:
-        """Returns one side of a share of the source, whose records are dealt out before they are split."""
+        """Returns the same side of the split for one share of the source. The records are divided into shares first,
+        and each share is then split.
+        """
         return HashSplit(cast(SharedSource, self.source).share(share), self.share_held_out, self.held_out)
 
     def read(self, policy: BadRecordPolicy, position: Position = None) -> Reading:

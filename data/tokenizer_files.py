@@ -20,8 +20,8 @@ def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """The texts, by file name, of the files that make `AutoTokenizer` and engines based on it use a tokenizer as this
     project does: BOS comes first, control tokens have their roles, and the chat template renders the V4.1 chat format.
 
-    If the tokenizer was loaded from a folder that has such files, those are returned. There is no chat template if the
-    tokenizer lacks tokens of the chat format.
+    If the tokenizer was loaded from a folder that has such files, the files of that folder are returned unchanged.
+    There is no chat template if the tokenizer lacks tokens of the chat format.
     """
     folder = Path(cfg.tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
@@ -42,7 +42,7 @@ def tokenizer_files(cfg: DataConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _with_bos(tokenizer: Tokenizer, bos: int | None) -> str:
-    """The text of tokenizer.json. If the tokenizer adds no special tokens to a text, the written one adds BOS."""
+    """The text of tokenizer.json. If the tokenizer adds no special tokens, the written tokenizer adds BOS to a text."""
     written = Tokenizer.from_str(tokenizer.to_str())
     if bos is not None and written.post_processor is None:
         token = tokenizer.id_to_token(bos)

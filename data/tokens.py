@@ -1,5 +1,5 @@
-"""Tokenises documents. The token ids are memory-mapped from the cache, or kept in memory for streams. Of images, the
-cache has the size, the key, and the place of the image file (or the bytes, if the image came as bytes).
+"""Tokenises documents. The token ids are memory-mapped from the cache, or kept in memory for streams. For each image,
+the cache stores the size, the key, and the location of the image file (or the bytes, if the image came as bytes).
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class TokenStore:
             documents in bytes: the bytes of text that a normaliser drops at the end of a document are added to the
             count of EOS.
         num_bytes: number of bytes of UTF-8 source text of all documents.
-        skipped, repaired: the number of records that were left out, or were repaired, for each reason.
-        formats, unused: the number of records recognised in each format, and the number of records that have each
-            unused key.
+        skipped: for each reason, the number of records that were left out.
+        repaired: for each reason, the number of records that were repaired.
+        formats: for each format, the number of records recognised in it.
+        unused: for each unused key, the number of records that have it.
         pictures: the images of each document that has images, in reading order.
         loss_mask: bool [tokens], which tokens may be targets of the loss, or None if all may be.
     """
@@ -372,19 +373,19 @@ def documents_of(source: Source, policy: BadRecordPolicy) -> Iterator[Iterator[D
 
 
 def file_sizes(source: Source) -> dict[str, int]:
-    """The bytes of each file of a source, by the name that its documents have; nothing if it does not read files."""
+    """The size in bytes of each file of a source, by the name in `Document.file`; empty for sources without files."""
     files = getattr(getattr(source, "source", source), "files", ())
     return {str(file.path): file.path.stat().st_size for file in files if file.path.is_file()}
 
 
 def _records(source: Source) -> int:
-    """The number of records of a data set; 0 if the source is none, or is streamed."""
+    """The number of records of a source; 0 if the source is not a data set, or is a streamed data set."""
     dataset: Any = getattr(getattr(source, "source", source), "dataset", None)
     return len(dataset) if hasattr(dataset, "__len__") else 0
 
 
 def _shown_by_record(documents: Iterable[Document], advance: Advance) -> Iterator[Document]:
-    """The same documents of a data set; each advances the progress to the number of its record."""
+    """Yield the documents of a data set unchanged; each document advances the progress to the number of its record."""
     reached = 0
     for document in documents:
         advance(document.line - reached)
@@ -393,8 +394,9 @@ def _shown_by_record(documents: Iterable[Document], advance: Advance) -> Iterato
 
 
 def _shown(documents: Iterable[Document], sizes: dict[str, int], advance: Advance) -> Iterator[Document]:
-    """The same documents; each advances the progress by the bytes of its text, at most up to the size of its file, and
-    a new file by what the file before it had left.
+    """Yield the documents unchanged and advance the progress by the bytes of each document's text; the documents of a
+    file together advance it by no more than the file's size. When the next file begins, the progress advances by the
+    bytes of the previous file that were not counted.
     """
     left, last = dict(sizes), ""
     for document in documents:

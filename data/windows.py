@@ -31,12 +31,14 @@ class Stats:
 
     Attributes:
         documents, tokens, bytes: number of documents, tokens and bytes of UTF-8 source text in the split.
-        rows, positions, padding: number of rows packed so far, of token positions in them, and of positions that are
-            padding.
+        rows: number of rows packed so far.
+        positions: number of token positions in the packed rows.
+        padding: number of token positions that are padding.
         split_documents: number of documents packed so far that were cut into several pieces.
-        skipped, repaired: the number of records that were left out, or were repaired, for each reason.
-        formats, unused: the number of records recognised in each format, and the number of records that have each
-            unused key.
+        skipped: for each reason, the number of records that were left out.
+        repaired: for each reason, the number of records that were repaired.
+        formats: for each format, the number of records recognised in it.
+        unused: for each unused key, the number of records that have it.
     """
 
     documents: int = 0
@@ -84,7 +86,8 @@ class Stats:
 @dataclass(frozen=True)
 class PackingWindow:
     """Packed and shuffled rows of documents in `store`, and the position where the next window begins (None at the end
-    of the epoch). `documents`: int64, the numbers of these documents in `store` in the order in which they were packed.
+    of the epoch). `documents`: int64, the indices in `store` of the packed documents, in the order in which they were
+    packed.
     """
 
     store: TokenStore
@@ -96,8 +99,8 @@ class PackingWindow:
 class Windows(Protocol):
     """The interface of an object that loads the packing windows of every epoch.
 
-    stats: statistics of what was loaded. seq_len: number of tokens in a row. seed, share: determine the order of rows
-    (with seed None, rows are not shuffled).
+    stats: statistics of the data loaded so far. seq_len: number of tokens in a row. seed, share: determine the order of
+    rows (with seed None, rows are not shuffled).
     """
 
     stats: Stats
@@ -106,8 +109,8 @@ class Windows(Protocol):
     share: Share
 
     def load(self, epoch: int, number: int, start: Position) -> PackingWindow:
-        """Load window `number` of an epoch, which begins at the position where the window before it ended (None for the
-        first window).
+        """Load window `number` of an epoch, which begins at the position `start`, where the previous window ended (None
+        for the first window).
         """
         ...
 
@@ -124,8 +127,8 @@ class StoredWindows:
     """The packing windows of a token store that holds the whole split. All documents of an epoch are shuffled; with
     seed None nothing is shuffled.
 
-    share: which documents of each epoch are used, by their number in the epoch's order. stats: is updated if given, so
-    that several shares can be counted together; otherwise statistics of the store begin here.
+    share: which documents of each epoch are used, by their index in the epoch's order. stats: is updated if given, so
+    that several shares can be counted together; otherwise new statistics of the store are created.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class StreamedWindows:
     share: which share of a stream `source` is; shares of one stream are shuffled differently. stats: is updated if
     given, so that several shares can be counted together; in this case all of them must have the same `policy`.
     keep_open: whether files stay open between two windows; if not, every window opens them again at its position.
-    seq_len: number of tokens in a row; None means that of the encoder.
+    seq_len: number of tokens in a row; None means the `seq_len` of the encoder.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class StreamedWindows:
 def repacked(
     windows: Windows, window: PackingWindow, used: int, seq_len: int, epoch: int, number: int
 ) -> PackingWindow:
-    """The window `number` of an epoch with its rows from number `used` on packed anew into rows of `seq_len` tokens."""
+    """Packing window `number` of an epoch, with its rows from index `used` on repacked to `seq_len` tokens each."""
     rows = repack_rows(window.rows, used, window.documents, seq_len)
     return replace(window, rows=_shuffled(rows, windows.seed, epoch, number, windows.share))
 

@@ -1,17 +1,19 @@
 """Optimizer, learning-rate schedule and router balancing of the V4.1 report; independent of the model.
 
-Read groups.py and optimizer.py first; the report's table, which names a method for every parameter of the model, is
-train/param_groups.py. This package does not import `train`, `model` or `data`. Each file imports only
-files listed before it:
+Read groups.py and optimizer.py first; the V4.1 report's table, which names a method for every parameter of the model,
+is in train/param_groups.py. This package does not import `train`, `model` or `data`. Each file imports only files
+listed before it:
 
     check:                     checks that settings are valid.
-    schedule, settings:        the settings of the learning rate and the methods; they import no torch.
+    schedule:                  the learning-rate schedule and its settings; imports no torch.
+    settings:                  the settings of the update methods; imports no torch.
     groups:                    which method updates which parameter.
     ownership:                 which process updates a parameter.
-    row_exchange:              updates of parameters of which each process keeps only some rows.
+    row_exchange:              updates parameters whose rows are divided over several processes.
     adamw, muon, sinkhorn:     the three update methods.
     optimizer:                 the optimizer step.
-    clip, balance:             gradient clipping; updates of the router biases.
+    clip:                      gradient clipping.
+    balance:                   updates of the router biases.
 
 The names that the package exports are imported lazily, so that reading settings does not load torch.
 """

@@ -24,11 +24,11 @@ def adamw_step(
     weight_decay: float,
     settings: AdamWSettings,
 ) -> None:
-    """One fused AdamW step that updates `params`, `means` and `squares` in place (fp32, all of the parameters' shapes).
+    """One fused AdamW step that updates `params`, `means` and `squares` in place (all fp32, and of the same shapes).
 
     The update is m = b1*m + (1-b1)*g, v = b2*v + (1-b2)*g^2 and
     w = w*(1 - lr*wd) - lr * (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps). `steps` holds t for each parameter: the number
-    of its updates, this one included. A parameter that has just been unfrozen therefore has t = 1.
+    of updates of the parameter, including the current one. A parameter that has just been unfrozen therefore has t = 1.
     """
     if not params:
         return

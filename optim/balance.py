@@ -30,10 +30,10 @@ def balance_step_(buffers: Sequence[tuple[Tensor, Tensor]], load: Tensor, rate: 
 
 
 def load_statistics(load: Tensor) -> tuple[Tensor, Tensor]:
-    """How evenly tokens are spread over experts, for token counts `load` [..., E]: max/mean (1 if even, E if one expert
-    gets all tokens) and entropy in nats (ln E if even), both fp64 [...].
+    """Returns two measures of how evenly tokens are spread over experts, for token counts `load` [..., E]: max/mean
+    load (1 if even, E if one expert gets all tokens) and entropy in nats (ln E if even), both fp64 [...].
 
-    Both statistics are NaN where `load` counts no token.
+    The max/mean load and the entropy are NaN where `load` counts no token.
     """
     share = load.double() / load.sum(-1, keepdim=True)
     return share.amax(-1) * load.shape[-1], torch.special.entr(share).sum(-1)

@@ -24,7 +24,8 @@ def global_norm(
     without a gradient are skipped.
 
     `parts` maps each parameter that is split over processes to the group of processes that hold it; `collected` has the
-    gradients that are held whole by a single process. All processes of these groups must call this function together.
+    gradients that are held whole by a single process. All processes of the groups in `parts` must call this function
+    together.
     """
     return _norm(_with_gradients(params, collected), parts, collected)
 

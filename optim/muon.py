@@ -5,7 +5,8 @@ linear map: an attention head's rows of wq_b, one expert's w1, one group of wo_a
 is orthogonalised separately. The step gathers the logical matrices of all parameters by shape (tall ones transposed),
 so that it runs a few large batched products instead of many small ones.
 
-In the shapes below, b is the number of matrices in a batch and m <= n are their sizes after transposition.
+In the shapes below, b is the number of matrices in a batch, and each matrix has m rows and n >= m columns (after the
+transposition of tall ones).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def muon_step(
 
 
 def orthogonalize(matrices: Tensor, *, bf16: bool | None = None) -> Tensor:
-    """Orthogonalise a batch of fp32 matrices [..., m, n]: their approximate polar factors, by Newton-Schulz iteration.
+    """Orthogonalise a batch of fp32 matrices [..., m, n]: return their approximate polar factors, computed by
+    Newton-Schulz iteration.
 
     The result does not depend on the scale of the input, even if it is subnormal or close to overflow; a zero matrix
     gives zero. On a CPU (or with bf16=False) the iteration runs in fp32, its first steps in fp64, and returns fp32. On
@@ -115,7 +117,9 @@ def orthogonalize(matrices: Tensor, *, bf16: bool | None = None) -> Tensor:
 
 
 def orthogonalize_reference(matrix: Tensor) -> Tensor:
-    """`orthogonalize` of one matrix [m, n] in its own dtype, as the report writes it; tests compare with it."""
+    """Reference for `orthogonalize`: the iteration of the V4.1 report for one matrix [m, n], in its own dtype; tests
+    compare the results of `orthogonalize` with this function.
+    """
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     norm = x.norm()
     x = x / norm if norm > 0 else x

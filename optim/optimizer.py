@@ -68,8 +68,9 @@ class Optimizer(torch.optim.Optimizer):
         return {param: place.shard_group for param, place in self._placements.items() if place.shard_group.size > 1}
 
     def collect_gradients(self) -> None:
-        """Gather the gradients of row-divided parameters at their owners, in `collected`, and remove them from the
-        parameters. All processes must call this method together, with gradients for the same parameters.
+        """Gather the gradients of all parameters whose rows are divided over processes: the owner of a parameter gets
+        the whole gradient in `collected`, and the gradients are removed from the parameters. All processes must call
+        this method together, with gradients for the same parameters.
         """
         if self._rows is None:
             return

@@ -46,7 +46,7 @@ class ParameterPlacement(NamedTuple):
     """Which processes hold one parameter, from the point of view of this process.
 
     Attributes:
-        replica_group: the processes that hold (with `rows`: that use) the same values of the parameter.
+        replica_group: the processes that hold (or use, if `rows` is given) the same values of the parameter.
         shard_group: the processes over which the parameter is split along its first axis (rows or experts).
         numel: number of elements of the largest part of the parameter; every process has the same number here.
         rows: given if the parameter is a `DTensor`, of which each process keeps some rows; its owner updates the whole
@@ -64,8 +64,8 @@ def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     processes.
 
     The assignment is greedy: parameters are taken from the largest to the smallest, and each goes to the rank with the
-    fewest bytes so far (the lowest such rank). The fullest rank then holds at most 4/3 of the bytes that it would hold
-    under the best assignment.
+    fewest bytes so far (the lowest such rank). The fullest rank then holds at most 4/3 of the bytes that the fullest
+    rank of the best assignment would hold.
     """
     loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

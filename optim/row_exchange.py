@@ -99,7 +99,9 @@ class RowExchange:
         self._copy(rows)
 
     def _copy(self, rows: Mapping[Tensor, Tensor]) -> None:
-        """Send the rows from the owner's set of keepers to the processes of other sets that keep the same rows."""
+        """Send rows from each process of the owner's set of keepers to the processes of other sets that keep the same
+        rows.
+        """
         copies = self.groups.copies
         if copies.size == 1:
             return
@@ -113,7 +115,7 @@ class RowExchange:
 
     def _messages(self, rows: Mapping[Tensor, Tensor]) -> Iterator[list[list[Tensor]]]:
         """Yield the messages for the parameters owned by this process's set of keepers. A message is a list with one
-        entry per keeper: the list of those parameters in the message that this keeper owns.
+        entry for each process of the set: the list of parameters in the message that this process owns.
         """
         size = self.groups.keepers.size
         here = [param for param in rows if self.owners[param] // size == self.groups.copies.rank]

@@ -6,10 +6,10 @@ table is diag(r) G diag(c). The implementation therefore iterates on the two sca
 products, and rescales the table only once, at the end.
 
 Rows whose norm is too small (mostly zero rows) are masked and not updated; all work after the mask is done on the
-remaining, live rows only. Few rows of an Engram table are live in a step; the others cost one pass for momentum decay
-and row norms.
+remaining, live rows only. In a step, few rows of an Engram table are live; the masked rows cost only one pass over the
+table, for momentum decay and row norms.
 
-In the shapes below, a table has m rows and n columns, and l <= m of its rows are live.
+In the shapes below, a table has m rows and n columns, and l <= m of its rows are live (not masked).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Balanced(NamedTuple):
-    """A balanced table of live rows in factored form: it equals row[:, None] * table * column."""
+    """The balanced table of the live (not masked) rows in factored form: it equals row[:, None] * table * column."""
 
     table: Tensor  # fp32 [l, n], rows of norm 1
     row: Tensor  # fp64 [l]

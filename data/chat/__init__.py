@@ -28,8 +28,8 @@ The report does not specify the following points, so they are our choices; the f
 - tool calls follow the answer after a blank line, written as `<[｜DSML｜] calls>` that contains `<[｜DSML｜] invoke
   name="...">` and `<[｜DSML｜] parameter name="..." string="true|false">`; parameters that are strings are written as
   they are, all others as JSON;
-- tools are listed at the end of the system text, one JSON function schema per line; the words around this list are
-  ours;
+- tools are listed at the end of the system text, one JSON function schema per line; the text around this list
+  is our choice;
 - a conversation counts as one with tools if the record or a system message lists tools, or if an answer calls a tool.
 
 Read the files in this order; each file imports only files listed before it:

@@ -110,7 +110,9 @@ class _Shapes:
         return record, [self._turn(turn, n) for n, turn in enumerate(turns, 1)]
 
     def _turn(self, turn: Any, number: int) -> Any:
-        """A ShareGPT turn {"from": ..., "value": ...} as a message; a turn that already is a message is unchanged."""
+        """Convert a ShareGPT turn {"from": ..., "value": ...} to a message; a turn that is already a message is
+        unchanged.
+        """
         if not isinstance(turn, dict) or "role" in turn:
             return turn
         role = ROLES.get(str(turn.get("from")))
@@ -123,7 +125,7 @@ class _Shapes:
         return {**message, "role": role, "content": value}
 
     def _calls(self, value: Any, number: int) -> list[dict[str, Any]]:
-        """The tool calls in a JSON text of the form {"name": ..., "arguments": ...}, or of a list of such objects."""
+        """The tool calls in a JSON text: one object {"name": ..., "arguments": ...}, or a list of such objects."""
         try:
             calls = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
@@ -176,8 +178,8 @@ class _Shapes:
         return _without(chosen, "rejected"), _without(rejected, "rejected")
 
     def _with_openai_names(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A record in OpenAI's format for preference fine-tuning, converted to the keys of other frameworks; other
-        records are returned unchanged.
+        """Rename the keys of a record in OpenAI's format for preference fine-tuning to the keys of other frameworks;
+        records in other formats are returned unchanged.
         """
         if "preferred_output" not in record:
             return record

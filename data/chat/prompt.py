@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its images not decoded yet.
+    """A prompt whose images have not been decoded yet.
 
     ids: token ids. types: for each token its image token type, or -1 for text (see `Grid.token_types`). pictures: the
     images in reading order; vision: the settings that determine how images become patches.
@@ -36,9 +36,9 @@ class Prompt:
     vision: VisionSettings | None = None
 
     def images(self) -> dict[str, Tensor] | None:
-        """Decode the images: `pixel_values` fp32 [patches, 3, p, p] in [-1, 1], `image_grid_hws` int64 [images, 2] in
-        patches, and `vision_token_types` int64 [len(ids)]. Returns None if the prompt has no images. Raises `DataError`
-        for a damaged image.
+        """Decode the images and return `pixel_values` (fp32 [patches, 3, p, p], in [-1, 1]), `image_grid_hws` (int64
+        [images, 2], in patches) and `vision_token_types` (int64 [len(ids)]). Returns None if the prompt has no images.
+        Raises `DataError` for a damaged image.
         """
         if not self.pictures:
             return None

@@ -1,5 +1,5 @@
-"""Turns a record in the OpenAI `messages` format into a validated conversation. Some keys select in other frameworks
-which messages are trained on: each of them is either applied here or rejected with an error that names the key.
+"""Turns a record in the OpenAI `messages` format into a validated conversation. Other frameworks have keys that select
+which messages are trained on: each such key is either applied here or rejected with an error that names the key.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class _Reader:
 
     def _with_images(self, items: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The messages with the record's images inserted: each image replaces an <image> mark in a user's text or a
-        part {"type": "image"}. If the messages contain neither, the images are placed before the first user text.
+        part {"type": "image"}. If the messages contain no such mark or part, the images are placed before the first
+        user text.
         """
         images = record.get("images")
         if not images and record.get("image") is not None:
@@ -384,7 +385,7 @@ class _Reader:
 
 
 def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
-    """The keys of a record and of its messages that nothing here reads."""
+    """The keys of a record and of its messages that `read_conversation` ignores."""
     found = (
         {key for key, value in record.items() if value is not None} - RECORD_KEYS - REFUSED_OF_RECORD.keys() - {field}
     )
@@ -395,8 +396,8 @@ def unused_keys(record: Mapping[str, Any], field: str) -> set[str]:
 
 
 def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]:
-    """The parts of a user message in which each <image> mark is replaced by the next image of `waiting`, and the number
-    of marks.
+    """Returns the parts of a user message with each <image> mark replaced by the next image of `waiting`, and the
+    number of <image> marks.
     """
     placed, marks = [], 0
     for part in parts:
@@ -419,9 +420,9 @@ def _place_images(parts: list[Any], waiting: list[Any]) -> tuple[list[Any], int]
 
 
 def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages, with an id added to every tool call and tool result that has none. A tool call without an
-    id gets its number as its id. A tool result without an id gets the id of the next tool call that had none; if the
-    result names a function, only calls of that function count.
+    """Return the messages, with an id added to every tool call and tool result that has none. A tool call without an id
+    gets the id "call N", where N is its number in the message. A tool result without an id gets the id of the next tool
+    call that had none; if the result names a function, only calls of that function count.
     """
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, Any]] = []  # the ids given here to tool calls, and the functions they call
@@ -450,7 +451,9 @@ def _with_call_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _in_call_order(
     blocks: list[tuple[str | None, tuple[Part, ...]]], calls: tuple[ToolCall, ...]
 ) -> list[tuple[str | None, tuple[Part, ...]]]:
-    """The blocks of a user turn, with the tool results sorted into the order of their tool calls."""
+    """The blocks (texts and tool results) of a user turn, with the tool results sorted into the order of their tool
+    calls.
+    """
     order = {call.id: number for number, call in enumerate(calls)}
     results = iter(sorted((block for block in blocks if block[0] is not None), key=lambda block: order[str(block[0])]))
     return [block if block[0] is None else next(results) for block in blocks]
