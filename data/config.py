@@ -103,8 +103,8 @@ class DataConfig:
             `data` that differ for it. The weights are relative: with 7 and 1, seven of eight tokens come from the first
             source.
         validation_rows: maximum number of held-out packed rows to evaluate; 0 means all.
-        answers: the answers of conversations that are trained on: `given` (those of the data), or `own`
-            (`task=dspark`: generated anew by the drafter's backbone, once, into `cache_dir`).
+        answers: which answers of a conversation to train on: `given`, those in the data, or `own` (`task=dspark`),
+            answers that the drafter's backbone generates once, into `cache_dir`.
     """
 
     source: str = "stdlib"
