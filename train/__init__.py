@@ -1,26 +1,27 @@
-"""The trainer: run it with ``python -m train``. It imports ``model``, ``optim`` and ``data``; these do not import it.
+"""The trainer: run it with ``python -m train``. ``train`` imports ``model``, ``optim`` and ``data``, never the other
+way round.
 
 Read loop.py first (``train_step`` is a whole optimizer step), then build.py and session.py, then the task you are
 interested in, in ``tasks``. The modules at the top of this package are used by every run; everything else lies in
 subpackages. Each module or subpackage imports only those listed above it:
 
     errors                      the exceptions that end a run with a message, and their exit codes
-    signals, start              the signals that stop a run; how long the parts of its start take
+    signals, start              signals: requests to stop a run; start: how long each part of its start-up takes
     checkpoint, lora.targets    the run state on disk and the checkpoints a run starts from; module names for LoRA
     config                      the typed configuration
     distributed                 the processes of a run, sums over them, and DeepSpeed
     lora, param_groups          LoRA adapters; the table that assigns an optimizer method to every parameter
-    answers                     conversations whose answers a drafter's model has generated itself
-    report_optimizer            the report's optimizer for the trainers of transformers and TRL
+    answers                     replaces the answers in conversations by a model's own, to train its drafter on them
+    report_optimizer            the V4.1 report's optimizer for the `Trainer` classes of transformers and TRL
     build                       builds all objects of a run (``Run``) from the configuration
     logging                     log lines, metrics and plots
     evaluation                  held-out loss, exact match, recall of the indexers
     loop                        one optimizer step, and the loop over steps
-    origin                      the other checkpoints and files that a run began with
-    session                     the start and the end that the runs of all tasks share
-    dspark, rl, dpo             code of single tasks: drafters; reinforcement learning and distillation; preferences
+    origin                      records which other checkpoints and files a run was started from
+    session                     start-up and shutdown of a run, the same for all tasks
+    dspark, rl, dpo             one package for each kind of task: drafter training, RL (and distillation), DPO
     teacher                     the teacher of task=distill_data, and the student's loss on given text
-    planning                    what a job would cost on a layout of GPUs
+    planning                    estimates memory, traffic and time of a job on a layout of GPUs
     tasks                       one file for each task
     studies                     comparisons of many training runs, started by ``python -m train.studies``
     __main__                    the command line

@@ -6,10 +6,10 @@ Exit codes of ``python -m train``:
 
     0      the task is complete
     1      Hydra could not compose the configuration, or the code has an error (a traceback is printed)
-    2      the configuration, an input file or the disk was refused, with a message
+    2      the configuration, an input file or the disk cannot be used; a message says why
     3      training stopped because a loss or gradient was not finite
     4      another process of the run was lost; the same command continues from the last checkpoint
-    5      the data could not be read over the network after several tries; the same command continues as after 4
+    5      the data could not be read over the network; the same command continues from the last checkpoint
     75     the run was interrupted and its state saved; the same command continues it
     130    Ctrl-C ended the program at once; nothing was saved
     141    the program that reads the output, such as ``head``, has closed it
@@ -39,9 +39,10 @@ FEW_CORES = 2
 def choose_threads(environment: MutableMapping[str, str], cores: int) -> None:
     """Set ``OMP_NUM_THREADS=1`` on machines with at most two CPU cores, unless the user has set the number of threads.
 
-    The variable must be set before torch is imported, because OpenMP reads it then. A second thread saves almost no
-    time, since a training step consists of many small matrix products. Threads also spin while they wait for each
-    other, so a step takes many times as long if another process keeps a core busy (docs/benchmarks.md, Threads).
+    ``OMP_NUM_THREADS`` must be set before torch is imported, because OpenMP reads it during that import. A second
+    thread saves almost no time, since a training step consists of many small matrix products. Threads also spin while
+    they wait for each other, so a step takes many times as long if another process keeps a core busy
+    (docs/benchmarks.md, Threads).
     """
     if cores <= FEW_CORES and not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["OMP_NUM_THREADS"] = "1"
@@ -121,7 +122,9 @@ def end_like_other_tools() -> None:
 
 
 def is_first() -> bool:
-    """Return whether this process is rank 0, or reports that its environment does not say which rank it is."""
+    """Return whether this process prints error messages: because it is rank 0, or because its environment does not say
+    which rank it is and no other process reports this error.
+    """
     try:
         return find_process().rank == 0
     except LauncherError as error:
@@ -131,8 +134,9 @@ def is_first() -> bool:
 def fail(code: int, error: Exception | str, told: bool | None = None) -> None:
     """Print an error message and exit with ``code``.
 
-    With several processes only rank 0 prints, since the failure detector tells it of errors on every other rank (see
-    ``train/distributed/failure_detector.py``). told: True if another process prints the message; None: decide by rank.
+    With several processes only rank 0 prints, since the failure detector reports the errors of all other ranks to rank
+    0 (see ``train/distributed/failure_detector.py``). told: True if another process prints the message; None: decide by
+    rank.
     """
     if told is None:
         told = not is_first()

@@ -186,10 +186,10 @@ def _write(
 
 
 def _conversation(store: TokenStore, number: int) -> Conversation:
-    """Split a document of a token store into given tokens and answers.
+    """Split a document of a token store into answers and the tokens between the answers.
 
-    An answer ends with its supervised end token. The end token of the document itself is left out, because an end token
-    is added to every document later.
+    An answer ends with its supervised end token. The end token of the whole document is left out, because one is added
+    to every document later.
     """
     assert store.loss_mask is not None, "a token store of conversations must have a loss mask"
     span = slice(int(store.offsets[number]), int(store.offsets[number + 1]))
@@ -229,7 +229,7 @@ def _counts(path: Path) -> str:
 
 
 def _key(config: Config, sources: list[str], tokenizer: Tokenizer, origin: Path) -> str:
-    """Return a key that differs for other checkpoints, other conversations or other settings.
+    """Return a key that changes whenever the checkpoint, the conversations or the settings change.
 
     Checkpoints are distinguished by names, sizes and times of their weight files; the weights are not read.
     """

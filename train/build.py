@@ -72,7 +72,7 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches that this process computes in a step in rows of ``task.seq_len`` tokens."""
+        """Number of micro-batches that this process computes in one step if rows have ``task.seq_len`` tokens."""
         return self.config.task.division_of_step(self.world.row_groups)[1]
 
     def autocast(self) -> torch.autocast:
@@ -80,8 +80,8 @@ class Run:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.parallel.precision == "bf16")
 
     def to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy the tensors of a batch, and its sequence layout if it has one, to the model's device; from pinned memory
-        without waiting.
+        """Copy the tensors of a batch, and its sequence layout if it has one, to the model's device. Copies from pinned
+        memory are asynchronous.
         """
         return {
             name: value.to(self.device, non_blocking=True)
@@ -106,7 +106,7 @@ class Run:
 
     def lay_out(self, batch: Batch) -> dict[str, Any]:
         """Check a CPU batch and add its sequence layout (``layout``). For a model on a GPU, the result is in pinned
-        memory. A background thread may call this.
+        memory. This method may be called in a background thread.
         """
         layout = self.model.lay_out(**batch)
         if self.device.type != "cuda":
@@ -114,14 +114,15 @@ class Run:
         return {**{name: tensor.pin_memory() for name, tensor in batch.items()}, "layout": layout.pinned()}
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Move a CPU batch and its sequence layout to the model's device; see ``lay_out``, which is called if the batch
-        has no layout yet.
+        """Move a CPU batch and its sequence layout to the model's device. If the batch has no layout yet, ``lay_out``
+        adds it first.
         """
         return self.to_device(batch if "layout" in batch else self.lay_out(dict(batch)))
 
     def source_counts(self) -> torch.Tensor | None:
-        """What this rank has used of each source of a mixture, float64 [sources, 4], to be summed over all ranks; None
-        if there is no mixture, or if every rank counts the rows of all ranks.
+        """Return, for each source of a mixture, this rank's number of tokens, rows, epochs and data streams, float64
+        [sources, 4], to be summed over all ranks; None if there is no mixture, or if every rank counts the rows of all
+        ranks.
         """
         counts = self.train_batches.counts()
         return None if counts is None else counts.to(self.device) * self.world.counts_rows
@@ -156,15 +157,16 @@ class Run:
         return state
 
     def position(self) -> dict[str, Any]:
-        """The position in the training data, for all ranks, which call this together."""
+        """Return the position of all ranks in the training data. All ranks call this together."""
         position = self.train_batches.state_dict()
         if "lanes" in position:  # each rank knows the place in its part of a stream only
             position = merge_positions(self.world.gather(position))
         return position
 
     def continue_at(self, task: TaskConfig, position: dict[str, Any]) -> None:
-        """Read the training data from ``position`` on, in rows as ``task`` has them: the task's settings at some number
-        of trained tokens (``TaskConfig.at``). Data in rows of another length are opened anew.
+        """Continue reading the training data at ``position``, in rows of ``task.seq_len`` tokens. ``task`` holds the
+        task's settings at some number of trained tokens (``TaskConfig.at``). If the row length changes, the data are
+        opened again.
         """
         if self.config.task.length_schedule and task.seq_len != self.train_batches.seq_len:
             self.train_batches, _ = open_data(self.config, task, self.world, self.tokenizer, self.model_config, [])
@@ -190,7 +192,7 @@ class Run:
 
     @property
     def checkpoint_module(self) -> torch.nn.Module:
-        """The module whose weights the run's checkpoints hold; with LoRA it contains only the weights that change."""
+        """The module whose weights are saved in checkpoints; with LoRA it contains only the weights that change."""
         if not self.config.lora.on:
             return self.model
         from train.lora import inject
@@ -249,8 +251,9 @@ def build(config: Config, world: World | None = None, draw: bool = True) -> Run:
 def check_size(config: Config, device: torch.device) -> None:
     """Refuse a model that cannot fit into memory.
 
-    Counted are the weights and gradients of this process in fp32; frozen weights count half a byte each. With
-    ``parallel.dense_shards`` only weights count: they are whole when they are made, and their gradients never are.
+    The needed memory is that of this process's weights and gradients in fp32; a frozen weight counts as half a byte.
+    With ``parallel.dense_shards`` only the weights are counted: they are created whole and then split, but gradients
+    are never whole.
 
     Raises:
         ConfigError: the message gives the memory that the model needs and the memory that the device has.
@@ -276,7 +279,7 @@ def make_model(
     """Build the model with initialised weights.
 
     If the weights are read from a checkpoint later (without ``draw``, or because they stay frozen: LoRA, task=dspark),
-    memory is only allocated.
+    their memory is allocated but not initialised.
     """
     if draw and not config.frozen_base:
         return build_model(
@@ -303,14 +306,14 @@ def make_model(
 
 
 def epochs_text(tokens: int, epoch: int) -> str:
-    """Say in the log how often a run of ``tokens`` tokens reads its training data, of which there are ``epoch``."""
+    """Return a log line that says how often a run of ``tokens`` tokens reads its training data of ``epoch`` tokens."""
     times = tokens / epoch
     advice = "; lower task.tokens if the validation loss rises" if times > MANY_EPOCHS else ""
     return f"the run reads the training data {times:,.2f} times (task.tokens={tokens}){advice}"
 
 
 class NoLoader:
-    """Takes the place of the data loader in tasks whose model writes the training text; it has no state to save."""
+    """Replaces the data loader in tasks whose training text is generated by the model; it has no state to save."""
 
     def counts(self) -> None:
         return None
@@ -327,7 +330,8 @@ def open_data(
 ) -> tuple[Any, Any]:
     """Return the loaders of training and of validation batches. Lines that describe the data are added to ``notes``.
 
-    task: the task's settings, with the rows of training batches; held-out rows have the length in ``config.task``.
+    task: the task's settings, which give the row length of training batches; ``config.task`` gives that of held-out
+    batches.
     """
     if config.rl is not None:
         return NoLoader(), NoLoader()
@@ -385,7 +389,9 @@ def fit_to_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
 
 
 def check_engram(name: str, given: ModelConfig, fitted: ModelConfig) -> None:
-    """Raise ``ConfigError`` if the Engram tables of a checkpoint were trained with another tokenizer than its own."""
+    """Raise ``ConfigError`` if the Engram tables of a checkpoint were trained with another tokenizer than the
+    checkpoint's own.
+    """
     trained, found = (config.text.engram_compressed_vocab_size for config in (given, fitted))
     if trained != found:
         rule = f"its Engram tables were trained for {trained} compressed token ids, its tokenizer.json gives {found}"
@@ -418,7 +424,7 @@ def give_drafter(config: Config, backbone: DeepseekV41) -> tuple[Drafter, list[s
 
 
 def find_drafter(config: Config, backbone: DeepseekV41, new: bool = False) -> tuple[Drafter, str]:
-    """Load the drafter that ``init_from`` holds, or build a new one: if it holds none, or if ``new``.
+    """Load the drafter in the checkpoint ``init_from``, or build a new drafter if there is none or if ``new`` is true.
 
     Returns the drafter and a line for the log.
     """
@@ -429,8 +435,9 @@ def find_drafter(config: Config, backbone: DeepseekV41, new: bool = False) -> tu
 
 
 def with_own_answers(config: Config, drafter: Drafter, tokenizer: Tokenizer, world: World) -> tuple[Config, list[str]]:
-    """The configuration with the model's own answers as its data, and lines for the log; see ``train/answers.py``. A
-    drafter that is trained further makes the generation faster; a new one would not.
+    """Return the configuration with the model's own answers as its data, and lines for the log; see
+    ``train/answers.py``. A drafter loaded from ``init_from`` speeds up the generation of the answers; an untrained
+    drafter is not used.
     """
     origin = find_pretrained(config.initial_checkpoint).folder
     trained = config.dspark is not None and config.dspark.drafter is None and holds_drafter(origin)

@@ -1,4 +1,4 @@
-"""Exceptions that end a run with a message for the user. Any other exception is an error in the code: a traceback."""
+"""Exceptions that end a run with a message for the user. Any other exception is a bug, shown with a traceback."""
 
 from __future__ import annotations
 

@@ -43,21 +43,22 @@ def train_step(
 ) -> dict[str, Any]:
     """Take one optimizer step over the micro-batches of all ranks and return its record.
 
-    The step equals the one that a single batch with all rows would give: every loss is divided by the loss denominators
-    of the whole step, so the gradients of micro-batches and ranks add up. The router biases are changed once, after the
+    The step is the same as for a single batch with all rows: every loss is divided by the loss denominators of the
+    whole step, so the gradients of micro-batches and ranks add up. The router biases are changed once, after the
     update, by the expert load of the whole step. The numbers in the record are sums or means over the whole step and
     the same on every rank.
 
     Args:
-        batches: the micro-batches of this rank; their number must be the same on every rank. Those that are still on
-            the CPU are moved to the model's device one at a time.
+        batches: the micro-batches of this rank; their number must be the same on every rank. Micro-batches that are
+            still on the CPU are moved to the model's device one at a time.
         step, tokens: number of steps and of tokens trained before this step; the schedule depends on them.
         losses_of: computes the losses of one micro-batch from the batch and the step's loss denominators; None means
             ``model.losses``.
         dummy_batches: number of micro-batches at the end of ``batches`` that add nothing to loss or gradient. They let
             a rank with less data take part in the communication of the other ranks.
-        stopped: says whether this process was asked to stop. Entry ``stop`` of the record says on how many ranks it
-            was so at the end of the backward passes; the ranks exchange this together with their losses.
+        stopped: says whether this process was asked to stop. Entry ``stop`` of the record is the number of ranks that
+            had been asked to stop before the end of the backward passes; the ranks exchange this number together with
+            their losses.
 
     Raises:
         NonFiniteError: a loss or the gradient is not finite; raised on every rank, before any weight is updated.
@@ -96,9 +97,9 @@ def train_step(
 def balance_routers(run: Run, load: torch.Tensor) -> None:
     """Update the router biases by the expert load of a step, as ``optim.router_bias_mode`` says.
 
-    ``separate`` updates the biases for text and for images each by the load of its own tokens, ``shared`` updates both
-    by the total load, and ``off`` updates neither. load: tokens for each expert in the whole step, int64 [layers, 2
-    (text, images), experts].
+    ``separate`` updates the text biases by the load of text tokens and the image biases by the load of image tokens,
+    ``shared`` updates both by the total load, and ``off`` updates neither. load: number of tokens that each expert
+    received in the whole step, int64 [layers, 2 (text, images), experts].
     """
     settings = run.config.optim
     if settings.router_bias_mode == "shared":
@@ -175,7 +176,8 @@ def repeat(
     save: Callable[[TrainerState, Background | None], Path],
     publish: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take steps until ``task.tokens`` tokens are trained, evaluating and saving along the way. Every task uses it.
+    """Take steps until ``task.tokens`` tokens are trained, evaluating and saving along the way. Every training task
+    uses this function.
 
     Args:
         step: ``step(stopped)`` takes a step, advances ``state`` and returns the step's record. ``stopped()`` says
@@ -255,7 +257,7 @@ def _evaluation_due(task: TaskConfig, state: TrainerState) -> bool:
 def check_finite(loss: torch.Tensor, norm: torch.Tensor, step: int) -> None:
     """Raise ``NonFiniteError`` if the loss or the gradient norm is not finite.
 
-    Called before the weights are updated.
+    ``train_step`` calls this function before it updates the weights.
     """
     for name, value in (("loss", float(loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
@@ -312,10 +314,11 @@ def pretrain_record(
 def advance_counters(
     run: Run, state: TrainerState, numbers: dict[str, Any], waited: float, started: float
 ) -> dict[str, Any]:
-    """Add a finished step to the counters in ``state``. Returns the part of its record that the steps of all tasks on
-    ``run.train_batches`` have.
+    """Add a finished step to the counters in ``state``. Returns the part of the step's record that is the same for all
+    tasks that train on ``run.train_batches``.
 
-    numbers: from ``train_step``. waited: seconds spent reading. started: when the step began (``time.perf_counter``).
+    numbers: the result of ``train_step``. waited: seconds spent waiting for data. started: time at which the step began
+    (``time.perf_counter``).
     """
     real = int(numbers["num_tokens"])
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Notes which checkpoints and files of others a run began with, and checks those that are read again.
+"""Records which other checkpoints and files a run began with, and checks those that it reads again later.
 
 A run with LoRA, a drafter, a KL term or teachers reads other checkpoints again whenever it is continued. A setting such
 as ``init_from=runs/base`` means the newest checkpoint of that run, and that run may have saved a newer one since. A
@@ -66,8 +66,8 @@ def digest(folder: Path) -> str:
 
 
 def record(config: Config) -> None:
-    """Write ``origin.json``, which says which checkpoints and which functions of RL tasks the run begins with, into its
-    directory, unless it exists.
+    """Write ``origin.json``, which says which checkpoints and which functions of RL tasks the run begins with, into the
+    run directory, unless the file exists.
     """
     path = config.run_dir / FILE
     if path.exists():
@@ -89,8 +89,8 @@ def _content(file: Path) -> str | None:
 
 
 def changed_files(config: Config) -> list[str]:
-    """Return a line for the log for each file of an RL task that has other content than when the run began. A reward
-    may be mended in the middle of a run, but not without a word.
+    """Return a line for the log for each file of an RL task whose content has changed since the run began. A reward
+    function may be corrected in the middle of a run, but the log must say so.
     """
     path = config.run_dir / FILE
     noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -131,10 +131,11 @@ def check(config: Config) -> set[str]:
 
 
 def renamed(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the saved configuration of a run, with the paths that ``config`` has for checkpoints of the same content.
+    """Return the saved configuration of a run. The path of a checkpoint that was moved or renamed is taken from
+    ``config``.
 
     Raises:
-        ConfigError: as ``check``.
+        ConfigError: for the same reasons as in ``check``.
     """
     tree = copy.deepcopy(dict(saved))
     for key in check(config):

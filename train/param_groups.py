@@ -33,8 +33,8 @@ STAGE = r"mtp\.\d+\."
 
 
 def groups_of(model: nn.Module, rules: Sequence[Rule]) -> list[Group]:
-    """Assign the trained parameters of a model to rules; a rule need not match any if it matches a frozen parameter.
-    Raises ValueError for a parameter without a rule and for a rule without a parameter.
+    """Assign the trained parameters of a model to rules. A rule that matches a frozen parameter need not match a
+    trained one. Raises ValueError for a parameter without a rule and for a rule without a parameter.
     """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     rules = [replace(rule, optional=any(re.fullmatch(rule.pattern, name) for name in frozen)) for rule in rules]
@@ -49,9 +49,10 @@ def report_rules(
     tables_lr_factor: float = 1.0,
     engram_lr_factor: float,
 ) -> list[Rule]:
-    """Return the report's rules for a model of this configuration.
+    """Return the V4.1 report's rules for a model of this configuration.
 
-    The first three arguments depart from the report and serve comparisons.
+    Values of ``per_head``, ``tables`` and ``tables_lr_factor`` other than the defaults depart from the report, for
+    comparisons.
 
     Args:
         per_head: False orthogonalises wq_b, indexer.wq_b and the vision Q and K as whole matrices instead of head by
@@ -89,10 +90,10 @@ def drafter_rules(
     tables: Literal["sinkhorn", "adamw"] = "sinkhorn",
     tables_lr_factor: float = 1.0,
 ) -> list[Rule]:
-    """Return the report's rules for the parameters of a drafter; the arguments are those of `report_rules`.
+    """Return the V4.1 report's rules for the parameters of a drafter; `report_rules` describes the arguments.
 
-    Two rules are our choice: the two factors of the Markov head, [vocabulary, rank], are trained like token embedding
-    and output head, and the confidence head, which has a single row, is trained by AdamW.
+    Two rules are not in the report but our choice: the two factors of the Markov head, [vocabulary, rank], are trained
+    like token embedding and output head, and the confidence head, which has a single row, is trained by AdamW.
     """
     return [
         Rule(STAGE + r"markov_head\.(embed|head)\.weight", tables, lr_factor=tables_lr_factor),
@@ -104,12 +105,14 @@ def drafter_rules(
 
 
 def adamw_drafter_rules(config: ModelConfig) -> list[Rule]:
-    """Return rules that train every parameter of a drafter by AdamW, with the report's weight decay."""
+    """Return rules that train every parameter of a drafter by AdamW, with the V4.1 report's weight decay."""
     return [replace(rule, method="adamw", blocks=None) for rule in drafter_rules(config)]
 
 
 def adamw_rules(config: ModelConfig, *, engram_lr_factor: float) -> list[Rule]:
-    """Return the report's rules with AdamW as the method; weight decay, learning-rate factors and schedules stay."""
+    """Return the V4.1 report's rules with AdamW as the only method; weight decay, learning-rate factors and schedules
+    stay as in the report.
+    """
     rules = report_rules(config, engram_lr_factor=engram_lr_factor)
     return [replace(rule, method="adamw", blocks=None) for rule in rules]
 

@@ -1,4 +1,4 @@
-"""The report's optimizer methods under transformers' `Trainer` and TRL's trainers:
+"""The V4.1 report's optimizer for the `Trainer` of transformers and the trainers of TRL:
 
 Trainer(..., optimizer_cls_and_kwargs=(ReportOptimizer, {"lr": 2e-4}))
 """
@@ -15,8 +15,8 @@ from train.param_groups import VISION_SCHEDULE, adapter_rules, groups_of, report
 
 
 class ReportOptimizer:
-    """What `optimizer_cls_and_kwargs` takes as its first part: called with the trainer's model, it makes the optimizer.
-    So it also works with a trainer that loads its model from a path.
+    """The optimizer factory to pass as first item of a trainer's `optimizer_cls_and_kwargs`. The trainer calls the
+    factory with its model, so a trainer that loads its model from a path works too.
     """
 
     def __call__(
@@ -29,12 +29,13 @@ class ReportOptimizer:
         engram_lr_factor: float = 5.0,
         settings: Settings | None = None,
     ) -> Optimizer:
-        """The optimizer that ``python -m train optim=report`` uses, for the parameters that are trained: Muon (head by
-        head), Sinkhorn-balanced momentum, AdamW; for the factors of an adapter AdamW alone.
+        """Return the optimizer that ``python -m train optim=report`` uses for the trained parameters: Muon (head by
+        head), Sinkhorn-balanced momentum and AdamW. The factors of a LoRA adapter are trained by AdamW alone.
 
-        The weight decay is the report's, not the trainer's. A scheduler of the trainer multiplies the rates of all
-        groups; the vision tower is trained from the first step. The arguments after lr are those of `report_rules` and
-        the methods' settings. Raises ValueError if the model is none of this project.
+        The weight decay is that of the V4.1 report, not the trainer's. The trainer's scheduler multiplies the learning
+        rates of all parameter groups; the vision tower is trained from the first step. The arguments after lr are those
+        of `report_rules`, and the settings of the optimizer methods. Raises ValueError if the model is not one of this
+        project.
         """
         core = next((module for module in model.modules() if isinstance(module, DeepseekV41)), None)
         if core is None:
@@ -55,8 +56,8 @@ class ReportOptimizer:
 
 
 class _Scheduled(Optimizer):
-    """An `Optimizer` whose learning rates belong to a scheduler of torch, which keeps them in the groups: they are
-    restored with the state.
+    """An `Optimizer` whose learning rates are set by a torch scheduler. The scheduler stores the rates in the parameter
+    groups, so loading a state also restores the learning rates.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -46,8 +46,8 @@ def run_session(config: Config) -> Iterator[tuple[World, Path | None, list[str]]
     checkpoint was saved.
 
     Raises:
-        ConfigError: another process uses the directory; or it holds a run that cannot continue with this configuration;
-            or the number of processes differs from the configured number.
+        ConfigError: another process uses the directory; or the directory holds a run that cannot continue with this
+            configuration; or the number of processes differs from the configured number.
         RankLost: another process ended or no longer answers.
     """
     world = launch(config.parallel, config.run_dir / "stacks")
@@ -149,7 +149,7 @@ def announce(run: Run, state: TrainerState, reporter: Reporter, folder: Path | N
 
 
 def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
-    """Lines for the log with the memory of each rank; with more than ``most`` ranks one line with the ranges."""
+    """Return log lines with the memory of each rank, or one line with the ranges for more than ``most`` ranks."""
     if len(ranks) > most:
         ranges = {name: [rank[name] / 2**20 for rank in ranks] for name in ranks[0]}
         shown = ", ".join(f"{name} {min(sizes):.2f} to {max(sizes):.2f} MiB" for name, sizes in ranges.items())
@@ -164,7 +164,7 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
 def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -> None:
     """Export the model of the finished run if the configuration asks for it, and log which files the run wrote.
 
-    drafter: was trained beside the model, and is exported with it.
+    drafter: a drafter that was trained along with the model, to be exported together with the model.
     """
     directory = run.config.run_dir
     reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
@@ -184,9 +184,10 @@ def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -
 def export(run: Run, folder: Path, drafter: Drafter | None = None) -> list[str]:
     """Write the model of the finished run as a checkpoint folder, with its drafter. All ranks call this together.
 
-    If the base weights are held packed (``lora.base``), the adapter is merged while the files of the base checkpoint
-    are copied, a few rows at a time, so the merged weights are never in memory as a whole. Every rank merges a part of
-    the rows. Returns lines for the log: what the stored weights have kept of the adapter.
+    If the base weights are packed in memory (``lora.base``), the adapter is merged while the files of the base
+    checkpoint are copied, a few rows at a time, so the merged weights are never in memory as a whole. Every rank merges
+    a part of the rows. Returns log lines that say how much of the adapter's change the stored weights contain after
+    rounding.
     """
     config, form = run.config, run.config.checkpoint.export
     assert form, "export() was called although checkpoint.export is off"
@@ -214,7 +215,9 @@ def export(run: Run, folder: Path, drafter: Drafter | None = None) -> list[str]:
 
 
 def keep_adapter(run: Run) -> Path:
-    """Save the LoRA adapter, then merge it into the weights unless these are packed. Returns the adapter's folder."""
+    """Save the LoRA adapter, then merge it into the weights unless the weights are packed. Returns the adapter's
+    folder.
+    """
     from train.lora import inject
 
     folder, config = run.config.run_dir / "adapter", run.config

@@ -48,9 +48,9 @@ def stop_signals() -> Iterator[list[str]]:
 
 @contextmanager
 def ctrl_c_ends() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, without a message, while nothing is there to be saved.
+    """Let Ctrl-C end the process at once, without a message, while there is nothing to save.
 
-    A library that waits for other processes does so outside Python, where Python's handler of the signal is not called.
+    While a library waits for other processes outside Python, Python's own handler for Ctrl-C is not called.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:

@@ -16,7 +16,7 @@ class StartTimes:
     _last: float = field(default_factory=lambda: psutil.Process().create_time())  # in the clock of time.time
 
     def mark(self, part: str) -> None:
-        """Add the time since the last call to a part."""
+        """Add the time since the previous call of ``mark`` to the part named ``part``."""
         now = time.time()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now

@@ -23,7 +23,7 @@ class TextObjective:
 
     Args:
         teacher: the teacher's final hidden states [R, d'] at the supervised tokens, and the weight [V, d'] of its
-            output head; None if its weight is 0.
+            output head; None if the weight of the KL term is 0.
 
     Attributes:
         sums: sums over the supervised tokens (detached, fp64): cross-entropy and KL, in nats.
@@ -45,11 +45,11 @@ class TextObjective:
 
 
 class Teacher:
-    """The teacher of ``distill_data.teacher``. Every process holds it whole; its weights stay packed if the checkpoint
-    stores them quantised.
+    """The teacher of ``distill_data.teacher``. Every process has the whole teacher in memory; the weights stay packed
+    if the teacher's checkpoint stores them quantised.
 
     Raises:
-        ConfigError: its tokenizer or the size of its vocabulary differs from the student's.
+        ConfigError: the tokenizer or the vocabulary size of the teacher differs from the student's.
     """
 
     def __init__(self, run: Run):
@@ -104,6 +104,6 @@ def vocabulary_problem(run: Run, origin: Pretrained) -> str | None:
 
 
 def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The parts of a tokenizer that determine the token ids of a text."""
+    """Return the parts of a tokenizer that determine the token ids of a text."""
     found = json.loads(tokenizer.to_str())
     return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}

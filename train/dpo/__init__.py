@@ -5,5 +5,5 @@ train/tasks/dpo.py uses this package. Each file imports only files listed above 
 
     objective   computes the loss and the statistics of a micro-batch of preference pairs
     evaluate    computes loss, accuracy and rewards on held-out pairs
-    log         the log lines and the plot of such a run
+    log         the log lines and the plot of a DPO run
 """

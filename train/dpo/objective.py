@@ -46,11 +46,11 @@ class PreferenceObjective:
     """Computes the DPO loss of one micro-batch, summed over its pairs, in the form that ``model.losses`` takes.
 
     Args:
-        answer: number of the answer of each token, int64 [B, S], from ``answer_numbers``.
+        answer: index of the answer that each token belongs to, int64 [B, S], from ``answer_numbers``.
         reference: log-probability of every supervised token under the reference policy, fp32 [B, S].
         pairs: number of pairs in the micro-batch.
-        context: the ranks that share the batch under context parallelism, each with its own tokens. All these ranks
-            compute the loss of whole answers; only the first rank counts the loss.
+        context: the ranks that share the batch under context parallelism, each with its own tokens. Every rank of
+            ``context`` computes the loss of whole answers; only the first rank counts it.
 
     Attributes:
         sums: sums over the pairs (detached, fp64): loss, number of pairs with a positive margin, margin, both rewards.

@@ -5,5 +5,5 @@ train/tasks/dspark.py uses this package. Each file imports only files listed abo
 
     anchors     draws the positions at which the draft blocks of a row begin
     evaluate    measures expected accepted length, acceptance per slot, and calibration
-    log         the log lines and the plot of such a run
+    log         the log lines and the plot of a drafter training run
 """

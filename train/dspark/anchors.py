@@ -17,8 +17,8 @@ def with_anchors(batch: Batch, seed: int, first_row: int, tokens_per_anchor: int
     The anchors of a row depend only on the seed and the number of the row, not on the batch or process it is in.
 
     Args:
-        first_row: number of the batch's first row, counted over all rows of its split; the other rows follow it.
-        tokens_per_anchor: number of possible positions for each anchor that is drawn.
+        first_row: index of the batch's first row among all rows of its split; the other rows of the batch follow it.
+        tokens_per_anchor: one anchor is drawn per ``tokens_per_anchor`` possible positions.
         split: TRAINED or HELD_OUT, which makes the anchors of the two kinds of rows independent.
     """
     rows = []

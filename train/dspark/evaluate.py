@@ -83,7 +83,7 @@ def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict[str, An
 
 
 def loss_of(found: Mapping[str, Any], objective: Any) -> float | None:
-    """Compute the total loss from the loss terms in a result of ``measures``, or None if these are None."""
+    """Compute the total loss from the loss terms in a result of ``measures``, or None if the loss terms are None."""
     if found["ce"] is None:
         return None
     return objective.ce * found["ce"] + objective.l1 * found["l1"] + objective.confidence * found["confidence"]

@@ -3,7 +3,7 @@ rest of ``train``, this package imports only ``train.build``, ``train.logging`` 
 
 Read evaluate.py first. Each file imports only files listed above it:
 
-    exact_match    counts the conversations whose whole answer greedy decoding would write
+    exact_match    counts the conversations whose whole answer greedy decoding would reproduce
     probe          measures the recall of the indexers
     evaluate       runs an evaluation on held-out rows and returns its record
     scorer         computes likelihoods and greedy answers of a model; the processes share the questions

@@ -25,7 +25,7 @@ def evaluate(
 
     The record contains the cross-entropy in nats per token and in bits per byte, the balance of the expert load, and
     the recall of the indexers on the first documents. For conversations, the record also contains the share of answers
-    that are right in every token. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any
+    in which every token is right. Nothing in ``run`` changes. Returns None as soon as ``stop`` returns True on any
     rank. ``say`` receives lines about the progress of a long evaluation.
     """
     with progress("evaluating", len(run.valid_batches), say) as advance:

@@ -34,9 +34,9 @@ class ExactMatch:
     def count(self, seq_lens: Tensor, row_length: int, context: RankGroup = ONE_RANK) -> Tensor:
         """Count the conversations whose supervised tokens are all right, and those with at least one supervised token.
 
-        seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns both
-        counts as int64 [2]. The ranks of `context` share these rows and count together; only the first rank of
-        `context` returns the numbers, the other ranks return zeros.
+        seq_lens: lengths of the conversations in each row of `row_length` tokens, int [B, conversations]. Returns the
+        two counts as int64 [2]. The ranks of `context` share the rows of a batch and count together; only the first
+        rank of `context` returns the numbers, the other ranks return zeros.
         """
         starts = torch.arange(len(seq_lens), device=seq_lens.device)[:, None] * row_length
         ends = (starts + seq_lens.cumsum(1)).flatten()  # sorted; empty conversations repeat a value

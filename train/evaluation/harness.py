@@ -74,8 +74,8 @@ def _load(name: str) -> Any:
 
 
 def _measures(values: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task. lm-evaluation-harness names a metric "metric,filter"; the filter "none" is left out
-    here.
+    """Return the metrics of a task. lm-evaluation-harness names a metric "metric,filter"; this function drops the
+    suffix ",none" from the name.
     """
     found = {}
     for name, value in values.items():

@@ -20,8 +20,8 @@ PROBE_TOKENS = 1024  # largest number of tokens measured; the cost grows with th
 class Probe:
     """Measures ``model.indexer_recall`` of every layer with an indexer, on the first held-out documents.
 
-    The measured documents have at most ``PROBE_TOKENS`` tokens together. The same documents are used for any number of
-    processes and any number of rows in a batch.
+    The measured documents have at most ``PROBE_TOKENS`` tokens in total. Which documents are measured does not depend
+    on the number of processes or on the number of rows in a batch.
     """
 
     run: Run
@@ -54,7 +54,9 @@ class Probe:
 
 
 def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
-    """Cut the batch down to its first documents by replacing ``seq_lens`` with ``kept``: their lengths, then zeros."""
+    """Cut the batch down to its first documents by replacing ``seq_lens`` with ``kept``: the lengths of these
+    documents, followed by zeros.
+    """
     probe, _ = with_a_token({**batch, "seq_lens": kept})
     if "pixel_values" in batch:
         real = torch.arange(batch["input_ids"].shape[1], device=kept.device) < kept.sum(1, keepdim=True)
@@ -64,8 +66,8 @@ def _first_documents(batch: Batch, kept: torch.Tensor) -> Batch:
 
 
 def with_a_token(batch: Batch) -> tuple[Batch, bool]:
-    """Give a batch that has only padding one unsupervised token. Returns the batch, and whether the given batch already
-    had tokens.
+    """If a batch has only padding, add one unsupervised token to it. Returns the batch, and whether it had tokens
+    before.
 
     All ranks must run the model together, but a rank may get only padding when the last held-out rows are divided.
     """

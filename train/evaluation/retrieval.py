@@ -1,12 +1,12 @@
 """Long-context retrieval tasks: a long text states a number once, and the prompt asks for it at the end of the text.
 
 needle      one sentence of the text states a number
-multikey    several sentences state the numbers of different names; the prompt asks for one of them
+multikey    each of several sentences states a number for a different name; the prompt asks for one of them
 
 The text consists of sentences drawn from small word lists, so nothing is downloaded. A prompt has at most the
-configured number of tokens, and is shorter than this number by at most one sentence. The sentence with the number is at
-the configured depth (0: beginning of the text, 1: end), counted in sentences. In multikey, the sentences with the
-numbers of other names are at random positions.
+configured number of tokens, and falls short of this number by at most the length of one sentence. The sentence with the
+number is at the configured depth (0: beginning of the text, 1: end), counted in sentences. In multikey, the sentences
+with the numbers of other names are at random positions.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Scorer:
 
     @torch.no_grad()
     def likelihoods(self, pairs: Sequence[Pair], what: str) -> list[tuple[float, bool]]:
-        """Compute, for each pair, the log-probability (nats) of the continuation, and whether greedy decoding would
-        write the continuation.
+        """Compute, for each pair (context, continuation), the log-probability (nats) of the continuation, and whether
+        greedy decoding would write the continuation.
 
         Tokens are removed from the beginning of sequences that are longer than the context length of the model.
 
@@ -106,8 +106,8 @@ class Scorer:
         """Generate the greedy continuation of each prompt, without the end-of-sequence token.
 
         Tokens are removed from the beginning of prompts that are too long to leave room for an answer. If the model is
-        split over processes, all ranks must run the same number of steps, so each answer is generated up to
-        `max_tokens` tokens, and then cut at its end.
+        split over processes, all ranks must run the same number of steps, so `max_tokens` tokens are generated for
+        every answer, and the tokens after its end are removed.
 
         Raises:
             Stopped: a rank was asked to stop.

@@ -32,8 +32,8 @@ class Reporter:
     """Writes the record of every step and evaluation to the log, ``metrics.jsonl``, the plot, W&B and TensorBoard.
 
     A resumed run appends to the files in the run directory. The records of steps that will be repeated are first
-    removed from ``metrics.jsonl``; ``train.log`` keeps their lines. The id of the W&B run is also stored in the run
-    directory, so that a resumed run continues the same W&B run.
+    removed from ``metrics.jsonl``, but the log lines of these steps stay in ``train.log``. The id of the W&B run is
+    also stored in the run directory, so that a resumed run continues the same W&B run.
     """
 
     picture = "loss.png"
@@ -109,8 +109,8 @@ class Reporter:
             self.bar.stop()
 
     def close(self, exit_code: int = 0) -> None:
-        """Write pending data and close all files. W&B is told the exit code of the process, so that it does not list a
-        run that failed as finished.
+        """Write pending data and close all files. W&B is told the exit code of the process, so that W&B does not list a
+        failed run as finished.
         """
         self.stop_bar()
         for tracker in self.trackers:
@@ -148,9 +148,9 @@ class Reporter:
         return points
 
     def _remember(self, points: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
-        """Keep the plotted fields of a record.
+        """Append the plotted fields of a record to ``points``.
 
-        Beyond ``MOST_POINTS`` records, every second training record is dropped.
+        If ``points`` has more than ``MOST_POINTS`` items, every second training record is removed from it.
         """
         points.append({key: record[key] for key in self.drawn if key in record})
         if len(points) > MOST_POINTS:
@@ -208,8 +208,8 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def speed_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the ``key=value`` pairs that the step lines of all tasks on packed rows have: the size of the update, the
-    number of tokens, speed and memory.
+    """Return the ``key=value`` pairs that the step lines of all tasks that train on packed rows contain: the size of
+    the update, the number of tokens, speed and memory.
     """
     return [
         f"grad_norm={record['grad_norm']:.3f}",

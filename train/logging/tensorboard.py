@@ -1,4 +1,4 @@
-"""Writes the metrics of a run as TensorBoard events. Only this file imports tensorboard, which the writer in torch
+"""Writes the metrics of a run as TensorBoard events. Only this file imports tensorboard, which torch's event writer
 needs.
 """
 
@@ -27,5 +27,5 @@ class TensorBoard:
         self.writer.flush()
 
     def finish(self, exit_code: int) -> None:
-        """Close the event file, in which TensorBoard has no place for the exit code."""
+        """Close the event file. The exit code is ignored, because TensorBoard cannot store it."""
         self.writer.close()

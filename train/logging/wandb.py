@@ -34,7 +34,7 @@ def start(config: Config) -> Any:
 
 
 def place(run: Any, config: Config) -> str:
-    """Say in the log where a W&B run is, and how one that was recorded offline is sent."""
+    """Return a log line that says where a W&B run is, or how to upload it if it was recorded offline."""
     if run.url:
         return f"W&B: {run.url}"
     return f"W&B run {run.id} is recorded offline; send it with: wandb sync {config.run_dir}/wandb/offline-run-*"

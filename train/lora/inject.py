@@ -9,7 +9,8 @@ With LoRA a weight W [out, in] is replaced by W + alpha / rank * B A. A [rank, i
 zeros. Each expert has its own A and B. The A and B of all experts are stacked along the first dimension and split
 over ranks like the experts; the sum W + B A is never computed for experts during training.
 
-Adapters are saved in `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` adds one to a plain model.
+Adapters are saved in `peft`'s format: ``peft.PeftModel.from_pretrained(model, folder)`` adds a saved adapter to a plain
+model.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class GroupedLora(_Wrapper):
 class HeadLora(_Wrapper):
     """LoRA layer for the output head.
 
-    Every rank holds the whole factors, even if the head itself is split over ranks. Dropout is not supported, because
-    the losses read only the weight of the head and never call the layer.
+    Every rank stores the factors in full, even if the head itself is split over ranks. Dropout is not supported,
+    because the losses read only the weight of the head and never call the layer.
     """
 
     def _get_in_out_features(self, module: Any) -> tuple[Any, Any]:
@@ -127,7 +128,9 @@ class HeadLora(_Wrapper):
 
 
 class ExpertsLora(_Wrapper):
-    """LoRA layer for `Experts`: lora_A.w1 [E, rank, in] and lora_B.w1 [E, out, rank]; the same for w2 and w3."""
+    """LoRA layer for `Experts`, with factors lora_A.w1 [E, rank, in] and lora_B.w1 [E, out, rank] for the weight w1,
+    and such a pair of factors for each of w2 and w3.
+    """
 
     def __init__(self, base_layer: Experts, *args: Any, **kwargs: Any):
         super().__init__(base_layer, *args, **kwargs)
@@ -169,7 +172,7 @@ class ExpertsLora(_Wrapper):
 class Trained(nn.Module):
     """The part of a LoRA model that training changes: the parameters of the adapter and the router biases.
 
-    Checkpoints of a LoRA run hold only these tensors, under the names that they have in the model.
+    Checkpoints of a LoRA run contain only the tensors of this module, under their names in the model.
     """
 
     def __init__(self, model: DeepseekV41):
@@ -187,8 +190,8 @@ def add_adapter(model: DeepseekV41, config: LoraConfig, seed: int) -> None:
     The initial values of the factors do not depend on the number of processes.
 
     Raises:
-        ConfigError: a name in `lora.targets` matches no module of this model, or a module that is split over ranks and
-            does not support LoRA then.
+        ConfigError: a name in `lora.targets` matches no module of this model, or a module that does not support LoRA
+            while it is split over ranks.
     """
     modules = list(_target_modules(model, config.targets))
     choice = peft.LoraConfig(
@@ -242,7 +245,8 @@ def save_adapter(model: DeepseekV41, folder: Path, base: str, biases: bool) -> N
 
     Args:
         base: the checkpoint that the adapter belongs to; its name is stored in the adapter's configuration.
-        biases: whether the run updated the router biases. `peft` does not support these, so a separate file holds them.
+        biases: whether the run updated the router biases. `peft` does not support router biases, so they are saved in a
+            separate file.
     """
     tensors = dict(_tensors(model))
     if dist.is_initialized() and dist.get_rank():
@@ -344,7 +348,7 @@ def _tensors(model: DeepseekV41) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter with the rows that all ranks hold."""
+    """Return the whole parameter, with the rows of all ranks."""
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return parameter.detach().cpu()

@@ -1,6 +1,6 @@
 """Reads a LoRA adapter in `peft`'s format as changes to weights, which can be applied to a few rows at a time.
 
-With it, an adapter is merged into a checkpoint on disk without building the model.
+With this module, an adapter can be merged into a checkpoint on disk without building the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Adapter(NamedTuple):
         return self.config["lora_alpha"] / self.config["r"]
 
     def changes(self) -> dict[str, Change]:
-        """The change of each tensor that the adapter changes, by released tensor name."""
+        """The change of each tensor that the adapter changes, by the tensor's name in the released checkpoint."""
         added = {name: _added(b, a, self.scaling) for name, (b, a) in self.factors.items()}
         return added | {name: Change(tuple(t.shape), partial(_replaced, t)) for name, t in self.biases.items()}
 

@@ -1,8 +1,8 @@
-"""An adapter beside its packed base, in the form of serving engines, and a report on what a merge rounded away.
+"""Writes an adapter for serving engines, next to its packed base model, and reports what a merge has rounded away.
 
-Engines add the factors of an adapter to the products of quantised weights, so nothing of the change is rounded. They
-want one pair of factors for each expert, and add factors only where they call a linear layer. The names, and the layers
-that are called, are those of vLLM's language model (`vllm/models/deepseek_v41`, September 2026): docs/one-node.md.
+Engines add the factors of an adapter to the products of quantised weights, so nothing of the change is rounded. Engines
+require one pair of factors for each expert, and add factors only in layers that they call as linear layers. The tensor
+names and these layers follow vLLM's language model (`vllm/models/deepseek_v41`, September 2026); see docs/one-node.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SERVED = re.compile(
 
 
 def split_for_serving(adapter: Adapter) -> tuple[Adapter, Adapter]:
-    """Split an adapter into the part that engines add to packed weights, and the rest, which must be merged."""
+    """Split an adapter into the part that serving engines add to packed weights, and the rest, which must be merged."""
     beside = {name: pair for name, pair in adapter.factors.items() if _SERVED.fullmatch(name)}
     rest = {name: pair for name, pair in adapter.factors.items() if name not in beside}
     return adapter._replace(factors=beside, biases={}), adapter._replace(factors=rest)
@@ -80,15 +80,15 @@ def link_folder(src: Path, dst: Path) -> int:
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a released tensor belongs to, named as in ``lora.targets``."""
+    """Return the part of the model that a released tensor belongs to, named as in ``lora.targets``."""
     module = name.removesuffix(".weight")
     found = (part for part, pattern in LORA_TARGETS.items() if re.fullmatch(rf"({pattern})(\.\d+\.w[123])?", module))
     return next(found, "router biases" if ".gate.bias" in name else "other")
 
 
 def merge_report(arrived: Mapping[str, Arrived]) -> list[str]:
-    """Lines that say, for each part of the model, how much of an adapter the stored weights have kept, and a warning
-    if that is little.
+    """Return lines that say, for each part of the model, how much of an adapter's change the stored weights contain,
+    and a warning about parts that contain little of it.
     """
     parts: dict[str, Arrived] = defaultdict(Arrived)
     for name, one in arrived.items():

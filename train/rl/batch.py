@@ -27,8 +27,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the batches: ``seq_len`` tokens in a row, ``rows`` rows in a micro-batch, and the model's numbers of
-    layers and of experts per token. ``pad``: the id of the padding token.
+    """Sizes of the batches: ``seq_len`` tokens in a row, ``rows`` rows in a micro-batch, ``layers`` layers in the
+    model, and ``experts_per_token`` experts chosen for a token. ``pad``: the id of the padding token.
     """
 
     seq_len: int
@@ -73,8 +73,8 @@ def score(groups: Sequence[Group], length: LengthTerm | None, trained: Sequence[
 def batches(scored: Scored, chosen: Tensor, shape: Shape, version: int) -> tuple[list[Batch], dict[str, int]]:
     """Pack the responses selected by ``chosen`` (bool [N]) into batches.
 
-    Returns the batches, and two counts by name: the number of tokens in all responses, and the number of stale tokens
-    in the chosen responses.
+    Returns the batches, and two counts by name: the number of tokens in all responses, and the number of tokens in the
+    chosen responses that are too old to be trained on (stale).
     """
     numbers = chosen.nonzero().flatten().tolist()
     pieces = [_piece(scored.responses[n].sample, float(scored.advantages[n]), shape, version) for n in numbers]
@@ -104,7 +104,7 @@ def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
 
 def empty_batch(shape: Shape) -> Batch:
     """Return a batch of two padding tokens without targets. A process that has fewer batches than the others adds
-    batches of this kind, because all processes must take the same number of passes.
+    batches of this kind, because all processes must run the model the same number of times.
     """
     return _batch([[{**_blank((2,), shape), "prompt_len": torch.tensor(0)}]], shape)
 

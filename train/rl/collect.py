@@ -1,9 +1,9 @@
 """Collects responses: starts the groups of responses, has them graded, and selects the groups that a step trains on.
 
 With E efforts, group number n holds the responses to prompt n // E under effort number n % E. A group is started when
-it fits into two limits: the number of responses being written, and the number of responses started but not yet trained
-on. The second limit keeps responses from becoming much older than the policy. A step takes the groups that are complete
-first.
+it fits into two limits: the number of responses being generated, and the number of responses started but not yet
+trained on. The second limit keeps responses from becoming much older than the policy. A step trains on the groups that
+are completed first.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Group:
 class SamplingPlan:
     """Says which groups of responses are sampled, and how many responses may be unfinished. All counts are per process.
 
-    - efforts, sizes: for each group of a prompt, the effort and the number of responses;
+    - efforts: the reasoning effort of each group of a prompt;
+    - sizes: the number of responses in each group of a prompt, in the same order;
     - groups: number of groups in a step;
-    - in_flight: largest number of responses that are written at the same time;
+    - in_flight: largest number of responses that are generated at the same time;
     - ahead: at most (1 + ahead) times the responses of a step may be started and not yet trained on. As many groups as
       a step needs may always be started, even if their responses exceed this limit;
     - rank, ranks: this process takes every ``ranks``-th prompt, beginning with number ``rank``.
@@ -83,8 +84,8 @@ class SamplingPlan:
 
     @property
     def outstanding(self) -> int:
-        """The largest number of responses that may be started but not yet trained on, once the groups of a step have
-        been started.
+        """The largest number of responses that may be started but not yet trained on, once as many groups as a step
+        needs have been started.
         """
         per_step = self.groups * sum(self.sizes) / len(self.sizes)
         return max(math.floor(per_step * (1 + self.ahead)), max(self.sizes))
@@ -131,7 +132,7 @@ class Collector:
         return chosen
 
     def put_back(self, groups: list[Group]) -> None:
-        """Return groups that ``collect`` gave but that were not trained on; the next ``collect`` gives them again."""
+        """Take back groups that ``collect`` returned but no step trained on; the next ``collect`` returns them."""
         self.ready = [*groups, *self.ready]
         for group in groups:
             self._grades[group.number] = [(response.length, response.outcome) for response in group.responses]
@@ -156,7 +157,8 @@ class Collector:
     def requests(self, group: Group) -> list[Request]:
         """Make one request for each response of a group.
 
-        The random seed of a request depends on the numbers of group and member, not on the process that runs it.
+        The random seed of a request depends on the index of its group and its index in the group, not on the process
+        that runs it.
         """
         plan = self.plan
         prompt = encoded(group.record, group.effort, plan, self.tokenizer)

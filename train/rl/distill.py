@@ -2,7 +2,8 @@
 
 The policy answers the prompts of all tasks. The teacher of each task runs a forward pass over the responses of its
 task, and the step minimises KL(policy || teacher) over the whole vocabulary at every response token. Only one teacher
-is in memory at a time. Of the other teachers, the final hidden states and the output head are kept, not the logits.
+is in memory at a time. From each teacher, the final hidden states and the output head are kept for the loss, not the
+logits.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class PolicyDrafter:
         return {"loss": loss_of(found, run.rl.draft_objective), **found, "grad_norm": float(numbers["grad_norm"])}
 
     def save(self, state: TrainerState) -> Path:
-        """Write a checkpoint of the drafter and its optimizer. One more checkpoint of the drafter than of the policy is
-        kept, because the drafter's checkpoint is written first.
+        """Write a checkpoint of the drafter and its optimizer. The run keeps one more checkpoint of the drafter than of
+        the policy, because the drafter's is written first.
         """
         return run_state.save(
             self.folder,
@@ -105,7 +105,9 @@ class PolicyDrafter:
         return self.run.config.run_dir / "drafter"
 
     def _prepare(self, batch: Batch, step: int, number: int) -> Batch:
-        """Return a batch of responses with anchors, ready for the drafter. number: index of the batch in this step."""
+        """Add anchors (the start positions of draft blocks) to a batch of responses, and prepare it for the drafter.
+        number: index of the batch in this step.
+        """
         first = (step * self.run.world.size + self.run.world.rank) * ROWS + number * self.shape.rows
         kept = {name: batch[name] for name in INPUTS}
         return self.run.prepare(with_anchors(kept, self.run.config.seed, first, TOKENS_PER_ANCHOR))

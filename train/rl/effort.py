@@ -5,8 +5,8 @@ The reward of a response with ``len`` reasoning tokens under effort b is its tas
     r_len = -min(C_max, k(b) * len / L_norm),    k(b) = k0 * exp(-(b - b_min) / tau),    tau = lambda * mean spacing
 
 where b_min is the lowest trained effort and the mean spacing is the mean distance between neighbouring trained efforts.
-By this formula, the penalty per token is the higher, the lower the effort is. Rewards are compared only inside a group
-(the responses to one prompt under one effort), never between efforts.
+By this formula, a lower effort has a higher penalty per token. Rewards are compared only inside a group (the responses
+to one prompt under one effort), never between efforts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from train.config.rl import LengthTerm
 
 
 def price(term: LengthTerm, effort: Tensor, trained: Sequence[int]) -> Tensor:
-    """Compute k(b), the penalty for L_norm tokens, for the efforts [N]. If only one effort is trained, k(b) is k0."""
+    """Compute k(b), the penalty for L_norm tokens, for each effort b in ``effort`` [N]. If only one effort is trained,
+    k(b) is k0.
+    """
     lowest, spacing = min(trained), mean_spacing(trained)
     if not spacing:
         return torch.full_like(effort, term.k0, dtype=torch.float64)
@@ -39,7 +41,7 @@ def mean_spacing(efforts: Sequence[int]) -> float:
 
 
 def group_relative_advantages(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute advantages (fp64 [N]) from rewards [N], given the group number of each response (int64 [N]).
+    """Compute advantages (fp64 [N]) from rewards [N], given the index of each response's group (int64 [N]).
 
     An advantage is the reward minus the mean reward of its group; it is not divided by the standard deviation. Also
     returns which responses are informative (bool [N]): those in a group whose rewards are not all equal. Groups with

@@ -65,8 +65,8 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 def _drafter(record: Mapping[str, Any]) -> list[str]:
     """Return ``key=value`` texts of the drafter's record for the step line. ``accepted`` is the mean number of drafts
-    that the policy accepted per forward pass of generation. ``tau``, ``ece`` and ``alpha`` are measured in drafter
-    training: expected accepted length in tokens, calibration error, and acceptance rate of each slot.
+    that the policy accepted per forward pass of generation. ``tau`` (expected accepted length in tokens), ``ece``
+    (calibration error) and ``alpha`` (acceptance rate of each slot) are measured in drafter training.
     """
     names = (("accepted", ".2f"), ("tau", ".3f"), ("ece", ".3f"))
     alpha = ",".join(shown(value, ".2f") for value in record.get("alpha", ()))

@@ -3,7 +3,7 @@
 For a token with probability ratio r = pi / pi_old and advantage A the loss is -min(r A, clip(r, 1 - low, 1 + high) A).
 This loss is summed over the tokens of a step and divided by the number of these tokens. Optionally a KL divergence to
 the reference policy is added. The tokens of a masked response (see ``off_policy_mask``) are left out of the first term,
-but count in the number of tokens and in the KL divergence.
+but still count towards the number of tokens and the KL divergence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PolicyObjective:
         temperature: the sampling temperature of the responses.
         old_log_probs: log-probability of each token under the policy that drew it, fp32.
         advantage: advantage of the response that the token belongs to, fp32.
-        response: number of the response that the token belongs to, counted from 0, int64.
+        response: index of the response that the token belongs to, counted from 0, int64.
         reference: log-probability of each token under the reference policy, fp32; needed if ``loss.kl`` is not 0.
         context: the ranks that share the batch under context parallelism, each with its own tokens.
     """
@@ -98,8 +98,8 @@ def unbiased_kl(log_probs: Tensor, ratio: Tensor, reference: Tensor) -> Tensor:
 
 
 class Responses(NamedTuple):
-    """The assignment of R tokens to responses: for each token the index of its response, one of ``total`` (int64 [R]),
-    and the ranks that have the other tokens of these responses.
+    """The assignment of R tokens to responses: ``of_token`` (int64 [R]) is the index of each token's response,
+    ``total`` the number of responses, and ``context`` the ranks that have the other tokens of these responses.
     """
 
     of_token: Tensor
@@ -110,10 +110,10 @@ class Responses(NamedTuple):
 def off_policy_mask(log_ratio: Tensor, advantage: Tensor, responses: Responses, threshold: float) -> Tensor:
     """Return which of R tokens (bool [R]) belong to a response that is left out of the policy loss.
 
-    Left out are responses with a negative advantage that have become off-policy: the mean of log(old policy's
-    probability / current policy's probability) over their tokens is above ``threshold``. The policy would no longer
-    write such a response, so little can be learnt from it, and lowering its probability further makes training
-    unstable. Responses with a positive advantage are never left out.
+    A response is left out if its advantage is negative and it has become off-policy: the mean of log(old policy's
+    probability / current policy's probability) over its tokens is above ``threshold``. The policy would no longer write
+    such a response, so little can be learnt from it, and lowering its probability further makes training unstable.
+    Responses with a positive advantage are never left out.
     """
     response, zeros = responses.of_token, log_ratio.new_zeros(responses.total)
     distance = zeros.index_add(0, response, -log_ratio)

@@ -25,8 +25,8 @@ class PolicyGradient:
         self.run, self.shape, self.reference = run, shape, reference
 
     def batches(self, scored: Scored, version: int) -> tuple[list[Batch], dict[str, int]]:
-        """Pack the responses of groups whose rewards differ into batches. Under context parallelism the batches of all
-        ranks that share rows are returned.
+        """Pack into batches all responses of the groups in which not all rewards are equal. Under context parallelism
+        the batches of all ranks that share rows are returned.
 
         Returns the batches, and the counts of ``train.rl.batch.batches`` plus the number of groups with equal rewards.
         """

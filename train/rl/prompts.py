@@ -46,7 +46,7 @@ class Prompts:
                 source.check_repeats(self._draw(0))
 
     def at(self, number: int) -> tuple[int, dict[str, Any]]:
-        """Return the task number and the record of prompt ``number``."""
+        """Return the index of the task and the record of prompt ``number``."""
         task = random.Random(f"{self.seed}/{number}/task").randrange(len(self.sources))
         source = self.sources[task]
         if not isinstance(source, list):

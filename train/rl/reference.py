@@ -64,8 +64,8 @@ Reference = Copy | BaseModel
 
 
 def load_teacher(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
-    """Load a teacher: as ``load_frozen``, but its weights are used as they are stored, also if the student's are
-    rounded (``runtime.expert_quant`` and the like).
+    """Load a teacher with ``load_frozen``. The teacher's weights are used as they are stored, even if the student's
+    weights are rounded (by options such as ``runtime.expert_quant``).
     """
     return load_frozen(run, name, parallel, run.config.runtime.without_weight_rounding())
 
@@ -75,13 +75,13 @@ def load_frozen(
 ) -> DeepseekV41:
     """Load the model of a checkpoint as a frozen model.
 
-    The weights of the loaded model are held packed if the checkpoint stores quantised weights and ``runtime.frozen`` is
-    "packed".
+    The weights of the loaded model stay packed in memory if the checkpoint stores quantised weights and
+    ``runtime.frozen`` is "packed".
 
     Args:
         name: the checkpoint, named as in ``init_from``.
         parallel: how the model is split over processes; the processes that share a split model must run it together.
-        runtime: options of its forward pass; None means those of the run.
+        runtime: options of the model's forward pass; None means the options of the run.
     """
     origin = find_pretrained(name)
     config = ModelConfig.from_dict(origin.model)
@@ -115,7 +115,7 @@ def log_probs_under(
 ) -> Tensor:
     """Compute the log-probability of every supervised token under ``model``, fp32 [B, S].
 
-    routing_replay: use the experts that were recorded when the tokens were written, instead of the router's choice.
+    routing_replay: use the experts that were recorded when the tokens were generated, instead of the router's choice.
     """
     inputs = {name: batch[name] for name in INPUTS if name in batch and (routing_replay or name != "routing")}
     found = torch.zeros(batch["labels"].shape, device=batch["labels"].device)

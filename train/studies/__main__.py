@@ -1,8 +1,8 @@
 """``python -m train.studies NAME``: trains the arms (variants) of ``conf/study/NAME.yaml`` and compares their results.
 
 For every arm and seed, ``python -m train`` is run in a separate process with one thread. A run is named after the
-settings that differ from its experiment, so studies of the same experiment share identical runs. Finished runs are not
-trained again; after an interruption, the same command continues. The tables are printed and written to
+settings that differ from the study's experiment, so studies of the same experiment share identical runs. Finished runs
+are not trained again; after an interruption, the same command continues. The tables are printed and written to
 ``<output>/NAME.md``; all metrics are written to ``<output>/NAME.json``.
 """
 

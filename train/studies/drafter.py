@@ -113,10 +113,11 @@ def markov_alone(run: Run) -> Drafter:
 
 
 def held_out_prompts(run: Run, count: int) -> list[tuple[int, ...]]:
-    """Return ``count`` prompts: the last ``PROMPT`` tokens or fewer before random positions in held-out documents.
+    """Return ``count`` prompts. Each prompt is up to ``PROMPT`` tokens that precede a random position in a held-out
+    document.
 
     Raises:
-        ValueError: the held-out rows are too few for so many prompts.
+        ValueError: the held-out rows have fewer than ``count`` such positions.
     """
     found: list[tuple[int, ...]] = []
     row = 0
@@ -149,8 +150,8 @@ def held_out_text(run: Run, count: int) -> torch.Tensor:
 def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """Measure how many draft tokens are accepted.
 
-    Returns the numbers for greedy ("greedy") and sampled ("drawn") continuations of the prompts, and the expected
-    accepted length along the held-out text itself ("expected").
+    Returns the acceptance statistics for greedy ("greedy") and sampled ("drawn") continuations of the prompts, and the
+    expected accepted length along the held-out text itself ("expected").
     """
     run.model = drafter
     measured = evaluate(run)
@@ -165,8 +166,8 @@ def quality(run: Run, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> d
 def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
     """Compute the mean number of accepted draft tokens per forward pass, over all passes with drafts.
 
-    The mean has a 95 % bootstrap interval over prompts. Also computed is the share of accepted drafts for each slot of
-    a block, over the passes in which all drafts of earlier slots were accepted.
+    The result also has a 95 % bootstrap confidence interval of this mean, resampled over prompts, and the share of
+    accepted drafts for each slot of a block, over the passes in which all drafts of earlier slots were accepted.
     """
     passes = np.array([len(sample.accepted) for sample in samples])
     sums = np.array([sum(sample.accepted) for sample in samples])
@@ -184,10 +185,11 @@ def accepted_lengths(samples: Sequence[Sample], block_size: int) -> dict[str, An
 
 
 def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces: int) -> dict[str, Any]:
-    """Measure tokens per second of greedy decoding with and without the drafter, after ``prompts`` [batch, context].
+    """Measure tokens per second of greedy decoding that continues ``prompts`` [batch, context], with and without
+    drafter.
 
-    Timed stretches of generation with and without the drafter alternate; the reported speed ratio is the median over
-    ``pieces`` pairs of stretches.
+    Short timed intervals of generation with and without the drafter alternate; the reported speed ratio is the median
+    over ``pieces`` pairs of intervals.
     """
     generators = {"without": Generator(backbone), "with": Generator(backbone, drafter=drafter)}
     rates: dict[str, list[float]] = {name: [] for name in generators}
@@ -209,7 +211,7 @@ def speed(backbone: DeepseekV41, drafter: Drafter, prompts: torch.Tensor, pieces
 
 
 def _rate(generator: Generator, tokens: int = 16) -> float:
-    """Measure tokens per second while the sequences generate at least ``tokens`` more tokens each, on average."""
+    """Measure tokens per second until the sequences have grown by at least ``tokens`` tokens each, on average."""
     started, before = time.perf_counter(), _written(generator)
     while _written(generator) - before < tokens * len(generator.running):
         generator.step()

@@ -1,11 +1,11 @@
-"""``python -m train.studies.rows [STUDY]``: looks into the finished runs of a study of optimizers for tables.
+"""``python -m train.studies.rows [STUDY]``: analyses finished runs that compare optimizers of embedding tables.
 
 The command prints the following results for every arm and seed, and writes them to ``<output>/STUDY-rows.json``:
-  - the loss on held-out tokens, grouped by how often training has read their rows: the Engram rows from which a token
-    is predicted (the median over these rows), and the token's own row in the output head;
-  - the share of Engram rows that training has read at most three times, among those that it has read at all;
-  - the bytes of optimizer state, and the CPU seconds of a step and of the optimizer in it.
-CPU seconds are the median over a few steps, and only compare the arms on this machine.
+  - the loss on held-out tokens, grouped by how often training has read the Engram rows from which a token is predicted
+    (the median over these rows), and also grouped by how often the token itself has occurred in training;
+  - the share of Engram rows read at most three times in training, among the rows that were read at least once;
+  - the bytes of optimizer state, and the CPU seconds of a whole training step and of the optimizer's part in it.
+CPU seconds are the median over a few steps, and can only be compared between arms on the same machine.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def finished_jobs(name: str, path: Path, overrides: Sequence[str]) -> dict[str, list[Job]]:
-    """The runs that a study's summary at ``path`` compares, by arm. Raises StudyError if there is no summary."""
+    """Return, by arm, the runs that the study's summary file ``path`` compares. Raises StudyError if the file is
+    missing.
+    """
     if not path.is_file():
         raise StudyError(f"{path} does not exist; run the study first: python -m train.studies {name}")
     study, summary = read_study(name), json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +75,7 @@ def finished_jobs(name: str, path: Path, overrides: Sequence[str]) -> dict[str, 
 
 
 def measured(job: Job) -> dict[str, Any]:
-    """All results of one run."""
+    """Return all results of one run: losses, counts of rows read, and costs."""
     say(f"measuring {job}")
     folder = run_state.latest(job.config.run_dir / "checkpoints")
     if folder is None:
@@ -95,7 +97,8 @@ def measured(job: Job) -> dict[str, Any]:
 
 def count_reads(run: Run, tokens: int) -> tuple[Tensor, Tensor]:
     """Read the first ``tokens`` tokens of a run's training text again. Returns how often each row of the Engram tables
-    (int64 [rows], the tables of all layers one after the other) and each token of the vocabulary (int64 [V]) occurred.
+    was read (int64 [rows], the tables of all layers concatenated), and how often each token of the vocabulary occurred
+    (int64 [V]).
     """
     text = run.model_config.text
     sizes = [run.model.layers[layer].engram.embed.num_embeddings for layer in text.engram_layer_ids]
@@ -110,7 +113,9 @@ def count_reads(run: Run, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def read_rows(run: Run, batch: dict[str, Tensor], layout: Any) -> Tensor:
-    """The Engram rows int64 [T, rows] that each token of a batch reads, numbered through the tables of all layers."""
+    """Return the indices of the Engram rows that each token of a batch reads, int64 [T, rows]. Indices are consecutive
+    over the tables of all layers.
+    """
     text, found, first = run.model_config.text, [], 0
     for layer in text.engram_layer_ids:
         tokens = layout.flatten_with_lookback(batch["input_ids"])
@@ -123,7 +128,8 @@ def read_rows(run: Run, batch: dict[str, Tensor], layout: Any) -> Tensor:
 def losses_by_reads(run: Run, rows: Tensor, words: Tensor) -> dict[str, Any]:
     """Return, for each group of `GROUPS`, the mean loss in nats of its held-out tokens and the number of these tokens.
     The result has two keys: ``by Engram rows`` groups tokens by how often their Engram rows were read in training, and
-    ``by token`` by how often the token itself was. The arguments are the results of ``count_reads``.
+    ``by token`` groups them by how often the token itself occurred in training. The arguments are the results of
+    ``count_reads``.
     """
     kinds = ("by Engram rows", "by token")
     sums = {kind: torch.zeros(2, len(GROUPS), dtype=torch.float64) for kind in kinds}
@@ -151,7 +157,7 @@ def losses_by_reads(run: Run, rows: Tensor, words: Tensor) -> dict[str, Any]:
 
 
 def cost(run: Run, step: int, tokens: int) -> dict[str, Any]:
-    """The bytes of optimizer state, and the CPU seconds of a training step and of the optimizer's part in it."""
+    """Measure the bytes of optimizer state, and the CPU seconds of a training step and of its optimizer update."""
     whole, part = [], []
     update = run.engine.step
 

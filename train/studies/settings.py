@@ -121,7 +121,9 @@ class Study:
             raise ValueError("; ".join(bad))
 
     def tune_of(self, arm: str) -> Tune:
-        """Return the setting that an arm tunes, with its values. The arm must tune one."""
+        """Return the setting that the arm ``arm`` tunes, with the values to try. The arm must be one that tunes a
+        setting.
+        """
         tune = self.arms[arm].tune
         assert tune is not None, f"arm {arm} tunes no setting"
         return tune

@@ -102,7 +102,9 @@ def judge_recovery(
 
 
 def edge_notes(study: Study, chosen: Mapping[str, float]) -> Iterator[str]:
-    """Yield a note for every tuned value that is the lowest or highest one tried, as a value beyond may be better."""
+    """Yield a note for every tuned value that is the lowest or highest one tried, since values outside the tried range
+    may be better.
+    """
     for name, value in chosen.items():
         values = sorted(study.tune_of(name).values)
         if value in (values[0], values[-1]):

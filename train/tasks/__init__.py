@@ -5,7 +5,7 @@ are not tasks, but helpers that tasks import:
 
     sample                       continues a prompt, for the sample text at the end of a training run
     pretrain, rl, dspark, dpo    training tasks (pretrain.py is also task=sft, rl.py is also task=distill)
-    distill_data                 another training task
+    distill_data                 training task: a student learns from a teacher on given text
     plan                         computes the memory and the time that a run would need
     convert, merge               convert a checkpoint to another format; average several checkpoints
     check                        reports what the data of a run contain

@@ -55,7 +55,8 @@ def open_model(config: Asked) -> Model:
 
 
 def open_checkpoint(name: str, world: World) -> Model:
-    """Load the model of a checkpoint, named as for ``init_from``, or this process's part of it.
+    """Load the model of the checkpoint ``name`` (in the notation of ``init_from``), or this process's part of that
+    model.
 
     Raises ValueError if the checkpoint cannot be used.
     """

@@ -48,7 +48,7 @@ def _convert(config: Conversion, ranks: RankGroup, done: Callable[[float], None]
 
 
 def _keep(config: Conversion, ranks: RankGroup, done: Callable[[float], None]) -> Converted:
-    """Write the base without what the adapter can add when it is served, and the adapter beside it."""
+    """Write the part of the adapter that serving engines can add, and the base with the rest of the adapter merged."""
     assert config.adapter is not None
     src, dst = Path(config.src), Path(config.dst)
     if dst.exists():

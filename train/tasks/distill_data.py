@@ -1,4 +1,4 @@
-"""``task=distill_data``: a student learns from a frozen teacher's distribution of every token of given text.
+"""``task=distill_data``: trains a student to match a frozen teacher's distribution at every token of given text.
 
 A step is ``train.loop.train_step`` with the objective of ``train/teacher.py``; no text is generated, unlike in
 ``task=distill``. The teacher may have another size than the student, and its weights stay packed if its checkpoint is
@@ -27,7 +27,9 @@ from train.teacher import Teacher
 
 
 class DistillationReporter(Reporter):
-    """The ``Reporter`` of a run with a teacher, whose step lines also say how far the student is from it."""
+    """The ``Reporter`` of a run with a teacher, whose step lines also show the KL divergence between teacher and
+    student.
+    """
 
     def step_line(self, record: Mapping[str, Any]) -> str:
         return f"{super().step_line(record)} kl={record['kl']:.4f}"
@@ -60,7 +62,7 @@ def step(
     started: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Take one optimizer step; ``read`` holds the micro-batches of this process.
+    """Take one optimizer step on ``read``, the micro-batches of this process.
 
     Updates the counters in ``state`` and returns the step's record: ``loss`` is the cross-entropy on the text, ``kl``
     the divergence from the teacher, both in nats per token.

@@ -2,8 +2,8 @@
 
 A step is ``train.loop.train_step`` with the DPO objective (``train/dpo/objective.py``). The reference policy is the
 model of ``init_from``. With LoRA, the reference policy is the trained model without its adapter. Otherwise, the
-reference policy is a second, frozen model, which is split over the processes like the trained model, and held packed if
-the checkpoint is quantised.
+reference policy is a second, frozen model, which is split over the processes like the trained model, and whose weights
+stay packed in memory if the checkpoint is quantised.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def step(
     started: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Take one optimizer step; ``read`` holds the micro-batches of this process.
+    """Take one optimizer step on ``read``, the micro-batches of this process.
 
     Updates the counters in ``state`` and returns the step's record.
     """

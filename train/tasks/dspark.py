@@ -1,7 +1,8 @@
 """``task=dspark``: trains a drafter (for speculative decoding) for a frozen backbone.
 
-A step is ``train.loop.train_step`` on the drafter. The backbone runs once over a batch, without gradients, for all its
-anchors (``train/dspark/anchors.py``). Checkpoints contain only the drafter; the export contains backbone and drafter.
+A step is ``train.loop.train_step`` on the drafter. The backbone runs once over each batch, without gradients; all
+anchors of the batch (``train/dspark/anchors.py``) share this pass. Checkpoints contain only the drafter; the export
+contains backbone and drafter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def step(
     started: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Take one optimizer step; ``read`` holds the micro-batches of this process.
+    """Take one optimizer step on ``read``, the micro-batches of this process.
 
     Updates the counters in ``state`` and returns the step's record.
     """

@@ -1,6 +1,6 @@
 """``task=eval``: measures a model on benchmark tasks, prints the results and writes them to a JSON file.
 
-Several processes divide the questions; each holds the whole model, or a part of it (``parallel``).
+Several processes share the questions; each process has the whole model in memory, or a part of it (``parallel``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from train.tasks.asked import open_checkpoint
 
 
 def run(config: Evaluation) -> None:
-    """Evaluate the model on all tasks, print the results and write them to ``config.dst``. All ranks call this
-    together; the first prints and writes.
+    """Evaluate the model on all tasks, print the results and write them to ``config.dst``. All ranks call this function
+    together; only rank 0 prints and writes.
 
     Raises:
         InputError, DataError, OSError: the model, a task or the output file cannot be used.

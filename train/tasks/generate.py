@@ -115,7 +115,8 @@ def _prompt(asked: Model, config: Generation, record: dict[str, Any], number: in
 
 
 def _done(config: Generation) -> set[int]:
-    """Return the numbers of the prompts that ``config.dst`` already answers. An incomplete last line is removed.
+    """Return the indices of the prompts whose answers ``config.dst`` already contains. An incomplete last line is
+    removed.
 
     Raises:
         InputError: the answers in the file were generated with other settings or from other prompts.

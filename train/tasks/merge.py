@@ -55,7 +55,7 @@ def run(config: Merger) -> None:
 def _merge(
     job: tuple[Merger, list[Pretrained]], ranks: RankGroup, done: Callable[[float], None]
 ) -> tuple[int, list[str]]:
-    """Merge this process's part of the rows; the result is that of ``merge_checkpoints``."""
+    """Merge this process's part of the rows. Returns the result of ``merge_checkpoints``."""
     config, origins = job
     with ExitStack() as stack:
         return merge_checkpoints(
@@ -88,8 +88,8 @@ def check_same(first: Pretrained, other: Pretrained) -> None:
 def companions(origin: Pretrained) -> dict[str, str]:
     """Return the small files for the merged checkpoint, such as the tokenizer's.
 
-    If ``origin`` is a checkpoint folder, its files are returned; if ``origin`` is a run, the files that the run's
-    export would have.
+    If ``origin`` is a checkpoint folder, its files are returned; if ``origin`` is a run, the files that an export of
+    the run would contain.
     """
     if origin.tokenizer.parent == origin.folder:
         paths = [origin.folder / name for name in COMPANIONS]

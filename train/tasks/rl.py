@@ -194,8 +194,8 @@ def train(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
 def step(policy: Policy, groups: list[Group], state: TrainerState) -> dict[str, Any]:
     """Take one optimizer step on the graded groups of all processes.
 
-    Updates the counters in ``state`` and returns the step's record. If all rewards within each group are equal, in
-    every group of every process, there is no gradient, and the weights are not updated.
+    Updates the counters in ``state`` and returns the step's record. If no group of any process contains different
+    rewards, there is no gradient, and the weights are not updated.
     """
     run, settings, method = policy.run, policy.run.rl, policy.method
     scored = score(groups, settings.length, settings.trained)
@@ -276,7 +276,7 @@ def outcomes(groups: list[Group]) -> list[tuple[int, str, str]]:
 def failures(groups: list[Group], told: set[str]) -> list[str]:
     """Return log lines that say why reward functions failed for this process's responses.
 
-    told: kinds of failures that have been logged already; new kinds are added to it.
+    told: kinds of failures that have been logged already; new kinds are added to this set.
     """
     notes = []
     for group in groups:
@@ -415,7 +415,9 @@ def _tokens(sample: Any) -> int:
 
 
 def _lag(scored: Scored, version: int) -> int:
-    """Return the sum, over the tokens of all responses, of the number of steps since the token was written."""
+    """Sum up, over the tokens of all responses, by how many versions the policy that drew a token is older than
+    ``version``.
+    """
     return sum(version - drawn for response in scored.responses for drawn in response.sample.versions)
 
 

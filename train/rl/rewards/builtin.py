@@ -34,8 +34,8 @@ def highest(draw: random.Random) -> dict[str, Any]:
     """Draw a prompt such as "a3X9b0c4...", which asks for the highest of twelve digits.
 
     Each of the twelve digits follows a lowercase letter that gives its place; digits after capital letters do not
-    count. The digits are at most some bound between 2 and 9, which the prompt does not say. The more digits are read,
-    the more often the answer is right, with diminishing returns.
+    count. No digit is above a bound that is drawn between 2 and 9; the prompt does not mention this bound. The more
+    digits are read, the more often the answer is right, with diminishing returns.
     """
     bound = draw.randint(2, 9)
     digits = [draw.randint(0, bound) for _ in range(12)]

@@ -38,12 +38,14 @@ class Rollout(Protocol):
     def update_weights(self, version: int, model: DeepseekV41) -> None:
         """Interrupt the running responses and continue them with the weights of ``model``.
 
-        Tokens drawn from now on are stored with this version. This method is also called before the first request. All
-        processes call this method together.
+        Tokens drawn after this call are stored with the number ``version``. This method is also called before the first
+        request. All processes call this method together.
         """
 
     def apart(self) -> Rollout:
-        """Return a second rollout with the same policy, for requests that checkpoints need not contain (evaluation)."""
+        """Return a second rollout with the same policy, for requests that need not be saved in checkpoints
+        (evaluation).
+        """
 
     def notes(self) -> list[str]:
         """Return the messages for the log that have come up since the last call."""
@@ -62,7 +64,7 @@ class LocalRollout:
     """Generates responses in this process with the model that is being trained, so the weights are always current.
 
     precision: context manager for the model's forward passes (autocast), the same as in training. drafter: proposes
-    tokens, which changes the draws but not their distribution.
+    tokens for speculative decoding, which changes the drawn tokens but not their distribution.
     """
 
     def __init__(

@@ -286,7 +286,7 @@ class HttpRollout:
 
 
 def completion(sample: Sample, model: str | None, routing: bool) -> dict[str, Any]:
-    """Make the body of the request for the rest of a sample.
+    """Make the JSON body of the request for the remaining tokens of a sample.
 
     The continuation of a sample gets a different seed, because a server that restarts its random generator with each
     request would draw the same random numbers again.

@@ -47,7 +47,9 @@ class Server:
     - alive: the server answers and has the current weights;
     - noted: the log already says that the server is not alive;
     - running: number of requests that the server works on;
-    - failures: number of failures in a row; failed_at: time of the last failure; reason: message of the last failure;
+    - failures: number of failures in a row;
+    - failed_at: time of the last failure;
+    - reason: message of the last failure;
     - ready_at: time from which the server may be sent requests again.
     """
 
@@ -127,7 +129,7 @@ class Servers:
     def failed(self, server: Server, started: float, failure: Failure) -> None:
         """Record a failed request that began at ``started``.
 
-        After too many failures in a row the server is left out.
+        After too many failures in a row the server is no longer used.
         """
         if started < server.failed_at:  # requests at one server fail together; this failure is already counted
             return
@@ -181,7 +183,9 @@ class Servers:
         return ServerError(f"server {server.url} {self._clean(what)}")
 
     async def load(self, folder: Path, version: int) -> dict[str, str | None]:
-        """Make all servers, also those left out, load the weights in ``folder``. Returns an error or None by URL."""
+        """Make all servers, also those left out, load the weights in ``folder``. Returns for each server's URL an error
+        message, or None if the server has loaded the weights.
+        """
         results = await asyncio.gather(*(self._load(server, folder, version) for server in self.servers))
         return {server.url: result for server, result in zip(self.servers, results, strict=True)}
 
@@ -272,7 +276,7 @@ class Servers:
         raise self.wrong(server, f"refuses the request: {said}{remedy}")
 
     def _clean(self, text: str) -> str:
-        """Replace the API key in a message, since a server may repeat it, by asterisks."""
+        """Replace the API key in a message by asterisks, since a server may repeat the key."""
         return text.replace(self._key, "***") if self._key else text
 
 
