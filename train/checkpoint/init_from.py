@@ -55,7 +55,7 @@ class Pretrained:
 
 
 def find_pretrained(name: str) -> Pretrained:
-    """Find the checkpoint that ``init_from`` names. Only its small files are read, not the weights.
+    """Find the checkpoint that ``init_from`` names. Only the small files of the checkpoint are read, not the weights.
 
     Raises:
         ValueError: ``name`` is not a checkpoint, the checkpoint is incomplete, or its configuration cannot be used.
@@ -81,8 +81,9 @@ def find_pretrained(name: str) -> Pretrained:
 
 
 def forward_options(origin: Pretrained) -> ForwardOptions | None:
-    """Return the options of the forward pass with which the run of a checkpoint was trained. A checkpoint folder, such
-    as an export, does not hold them: None stands for the defaults.
+    """Return the options of the forward pass with which the run of a checkpoint was trained. The result is None, which
+    stands for the defaults, for a checkpoint folder such as an export, because such a folder does not store these
+    options.
     """
     config = origin.folder.resolve().parent.parent / "config.yaml"
     if _is_released(origin.folder) or not config.is_file():
@@ -111,9 +112,10 @@ def load_pretrained_weights(model: torch.nn.Module, name: str) -> Path:
 
 
 def frozen_packing(origin: Pretrained, frozen: str) -> Callable[[str], Packing | None]:
-    """Return a function that says, for each parameter, how its frozen weights are held in memory.
+    """Return a function that says, for each parameter, in which packed format its frozen weights stay in memory (None:
+    not packed).
 
-    Weights are held packed if ``frozen`` (``runtime.frozen``) is "packed" and the checkpoint stores them quantised.
+    Weights stay packed if ``frozen`` (``runtime.frozen``) is "packed" and the checkpoint stores them quantised.
     """
     packed = frozen == "packed" and _is_released(origin.folder) and is_quantised(origin.model)
     return parameter_packing if packed else never_packed
@@ -139,7 +141,9 @@ def open_pretrained(origin: Pretrained) -> Iterator[Mapping[str, TensorSource]]:
 
 
 def _part_alone(run: Path) -> str | None:
-    """Return "a drafter" or "an adapter" if the checkpoints of this run hold only that, without the base weights."""
+    """Return "a drafter" or "an adapter" if the run's checkpoints contain only a drafter or an adapter, without the
+    base weights; otherwise None.
+    """
     path = run / "config.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("dspark"):

@@ -3,9 +3,9 @@
 ``<run>/checkpoints/step-00000100/`` holds the tensors (see ``storage.py``) and ``state.json``, which contains the
 counters, the position in the data, the model configuration and the optimizer method of every parameter. The tensors are
 named ``model.<name>``, ``optimizer.<name>.<key>``, ``scales.<name>`` (``model.released_scales``) and ``random.<rank>``.
-Each is stored with its full shape, however its rows were split over the processes; so a run can be resumed with another
-number of processes. A folder gets its final name only after all its files have reached the disk, so every folder with
-such a name is complete. Nothing is ever unpickled.
+Each tensor is stored with its full shape, however its rows were split over the processes, so a run can be resumed with
+another number of processes. A folder gets its final name only after all its files have reached the disk, so every
+folder with such a name is complete. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def save(
     """Write a checkpoint into ``directory``, then delete all but the ``keep`` newest. Returns the checkpoint's folder.
 
     All ranks call this together. If the checkpoint of this step exists already, it is left unchanged. With
-    ``background`` this function only copies the tensors; the folder appears later, and ``background`` raises the errors
-    of writing.
+    ``background`` this function only copies the tensors; the folder is written later, and the methods of ``background``
+    raise the error if writing fails.
 
     Raises:
         OSError: the disk is full or refuses to write. All ranks raise it, and the incomplete files are deleted.
@@ -120,7 +120,7 @@ def load(
     """Restore everything that ``save`` wrote into the given objects, and return the counters.
 
     All ranks call this together. The number of ranks may differ from when the state was saved; a rank that did not
-    exist then keeps the state of its random generators.
+    exist at that time keeps the present state of its random generators.
 
     Raises:
         CheckpointError: the folder is damaged, or it was saved with another model or other optimizer methods; the
@@ -144,8 +144,8 @@ def load_model(folder: Path, model: torch.nn.Module) -> None:
     """Restore only the model: parameters, buffers and quantisation scales. All ranks call this together.
 
     Raises:
-        CheckpointError: the tensors of the checkpoint have other names, shapes or types than those of ``model``; it is
-            raised before anything is changed.
+        CheckpointError: the tensors of the checkpoint have other names, shapes or types than those of ``model``; the
+            error is raised before anything is changed.
     """
     _read_manifest(folder)
     index = storage.read_index(folder)
@@ -183,8 +183,8 @@ def _source(
 ) -> TensorSource:
     """Describe how to read one released tensor, or some of its rows, from the saved tensors.
 
-    expert: the number of an expert, whose matrix is then read out of the saved stack of all experts' matrices; None
-    for a tensor that is saved under its own name.
+    expert: index of the expert whose matrix is read from the saved stack of all experts' matrices; None for a tensor
+    that is saved under its own name.
     """
     dtype, shape, _ = index[entry]
     shape = shape if expert is None else shape[1:]
@@ -298,9 +298,10 @@ def _tensor(content: bytes) -> Tensor:
 
 
 def _agreed(found: bool) -> bool:
-    """Return the value of ``found`` on rank 0, on every rank.
+    """Return on every rank the value that ``found`` has on rank 0.
 
-    Ranks may find different things, since a shared file system shows a change to some hosts later than to others.
+    The values of ``found`` may differ between ranks, since a shared file system shows a change to some hosts later than
+    to others.
     """
     answer = [found]
     if (group := storage.group()) is not None:
@@ -309,7 +310,9 @@ def _agreed(found: bool) -> bool:
 
 
 def _spread(tensor: Tensor) -> ShardedTensor:
-    """Wrap a parameter or buffer for saving: the rows given by its attribute ``shard``, or all rows without one."""
+    """Wrap a parameter or buffer for saving. Its attribute ``shard`` says which rows of the whole tensor it has; a
+    tensor without this attribute is saved as a whole.
+    """
     shard = getattr(tensor, "shard", None)
     if shard is None:
         return ShardedTensor.whole(tensor)
@@ -324,7 +327,7 @@ def _share(tensors: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
     """Select the tensors that this rank writes, so that a tensor that several ranks hold is written only once.
 
     A tensor may be split over a set of consecutive ranks. If several such sets hold the same tensor, one set writes all
-    its parts.
+    parts of the tensor.
     """
     share: dict[str, ShardedTensor] = {}
     for number in {spread.parts for spread in tensors.values()}:
@@ -371,7 +374,7 @@ def _optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
 def _load_optimizer(folder: Path, optimizer: Optimizer, index: Index) -> None:
     """Replace the optimizer's state by the saved one.
 
-    Rows without saved state get zeros, as before their first step.
+    If a row has no saved state, its state becomes zero, as before the first update of the row.
     """
     keys: dict[str, list[str]] = {}
     for entry in index:

@@ -61,8 +61,8 @@ class CheckpointError(InputError):
 class ShardedTensor:
     """The pieces that this process holds of a tensor that is split along its first axis.
 
-    For each piece it stores the number of its first row. The methods with underscores and ``size`` implement DCP's
-    protocol for custom tensors.
+    Each piece is stored under the index of its first row in the whole tensor. The methods with underscores and ``size``
+    implement DCP's protocol for custom tensors.
     """
 
     shape: tuple[int, ...]  # shape of the whole tensor
@@ -76,7 +76,9 @@ class ShardedTensor:
 
     @classmethod
     def rows(cls, tensor: Tensor, start: int, total: int, parts: int) -> ShardedTensor:
-        """Wrap a piece: the rows from ``start`` on of a tensor with ``total`` rows that ``parts`` ranks share."""
+        """Wrap ``tensor`` as the rows from ``start`` on of a whole tensor with ``total`` rows, split over ``parts``
+        ranks.
+        """
         shape = (total, *tensor.shape[1:])
         return cls(shape, tensor.dtype, {start: tensor.detach()} if len(tensor) else {}, parts)
 
@@ -179,9 +181,9 @@ def read_index(folder: Path) -> Index:
 
 @contextmanager
 def open_rows(folder: Path, index: Index) -> Iterator[Callable[[str, slice | None], Tensor]]:
-    """Yield a function ``read(name, rows)`` that reads rows of a saved tensor; with None for ``rows`` it reads all.
+    """Yield a function ``read(name, rows)`` that reads rows of a saved tensor; if ``rows`` is None, it reads all rows.
 
-    A single process can read the checkpoint of any number of processes in this way.
+    With this function a single process can read a checkpoint that any number of processes wrote.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged or missing; the message names the file.
@@ -228,7 +230,7 @@ def complete(entry: Entry) -> bool:
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """Make the error that says that a checkpoint file cannot be read, and why."""
+    """Return an error whose message says that a checkpoint file cannot be read, and why."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     advice = f"Delete {path.parent} to continue from the previous checkpoint"
     return CheckpointError(f"{path} cannot be read: {reason}. {advice}")
@@ -237,7 +239,7 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
 def group() -> dist.ProcessGroup | None:
     """Return a CPU process group of all processes of this run, or None if there is only one process.
 
-    The first call creates the group, so all ranks must make it together.
+    The first call creates the group, so all ranks must make the first call together.
     """
     return _cpu_group(dist.group.WORLD) if dist.is_initialized() else None
 
@@ -261,7 +263,7 @@ def size() -> int:
 def ranks() -> RankGroup:
     """Return the group of all ranks as the `RankGroup` that `model` uses.
 
-    All ranks must make its first call together.
+    All ranks must make the first call of this function together.
     """
     return RankGroup(cast(dist.ProcessGroup, group()), rank(), size())
 
@@ -299,7 +301,9 @@ def _removed_on_failure(writer: _Writer) -> Iterator[None]:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Make DCP's plan without its check that all rows are present; some rows have no optimizer state yet."""
+        """Make DCP's plan but skip DCP's check that all rows are present, because some rows have no optimizer state
+        yet.
+        """
         return dcp.default_planner.create_default_global_save_plan(dedup_save_plans(all_plans))
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -330,7 +334,7 @@ def _blocks(planner: dcp.SavePlanner, item: WriteItem) -> Iterator[Tensor]:
 
 
 def _span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """Return first row and number of rows of a chunk. A 0-d tensor counts as one row."""
+    """Return (index of the first row, number of rows) of a chunk. A 0-d tensor counts as one row."""
     return (offsets[0], sizes[0]) if sizes else (0, 1)
 
 
@@ -402,7 +406,9 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    """Reads the wanted rows of a checkpoint. done: is called with the share of the wanted values that has been read."""
+    """Reads the wanted rows of a checkpoint. done: called after each read with the fraction of all wanted values that
+    this read returned.
+    """
 
     def __init__(self, folder: Path, index: Index, done: Callable[[float], None]):
         self.folder, self.index, self.done = folder, index, done

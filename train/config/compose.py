@@ -21,7 +21,8 @@ GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and not path
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any]:
-    """Compose ``conf/`` for some group choices (such as ``task=sft``) and resolve its ``${...}`` references.
+    """Combine the files of ``conf/`` for the given choices of Hydra groups (such as ``task=sft``) and resolve the
+    ``${...}`` references.
 
     The result is cached, so callers must not change it.
     """
@@ -34,7 +35,8 @@ def composed(*choices: str) -> dict[str, Any]:
 
 
 def open_overrides(arguments: list[str]) -> list[str]:
-    """Let Hydra accept ``key=value`` for any key, so that ``parse`` sees unknown keys and reports them with the rest.
+    """Let Hydra accept ``key=value`` for any key, so that ``parse`` can report unknown keys together with all other
+    problems.
 
     Group choices (``model=tiny``), explicit ``+key=``, ``~key`` and flags are passed on unchanged. A value that Hydra's
     grammar does not allow without quotes, such as a path with ``=`` or non-ASCII letters in it, is put into quotes.

@@ -12,7 +12,7 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class DistillDataConfig:
-    """The teacher of task=distill_data, and how the student learns from it.
+    """The teacher of task=distill_data, and how the student learns from the teacher.
 
     The loss of a token is (1 - weight) times the cross-entropy on the text plus weight times KL(teacher || student).
     """

@@ -1,4 +1,4 @@
-"""The tasks that a model is evaluated on: ``task.eval_tasks`` of a training run, ``tasks`` of ``task=eval``."""
+"""The tasks that a model is evaluated on: ``task.eval_tasks`` in a training run, ``tasks`` in ``task=eval``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ HARNESS_FILE = (".yaml", ".yml")  # suffixes of task files of lm-evaluation-harn
 
 @dataclass(config=STRICT, frozen=True)
 class EvalTask:
-    """A task that a model is evaluated on. Instead of this section, a list of tasks may contain a task's name."""
+    """A task that a model is evaluated on. A list of tasks may contain just the name of a task instead of such a
+    section.
+    """
 
     # needle, multikey; a JSONL file of conversations; or a task of lm-evaluation-harness: its name or its YAML file.
     task: str
@@ -36,7 +38,7 @@ class EvalTask:
 
     @property
     def kind(self) -> str:
-        """``retrieval``, ``conversations`` or ``harness``."""
+        """The kind of this evaluation task: ``retrieval``, ``conversations`` or ``harness``."""
         if self.task in RETRIEVAL:
             return "retrieval"
         return "conversations" if self.task.endswith(CONVERSATIONS) else "harness"

@@ -1,4 +1,4 @@
-"""The text that ``python -m train --help`` prints. Tasks and groups are described by comments in ``conf/``."""
+"""The text that ``python -m train --help`` prints. Comments in ``conf/`` describe the tasks and groups."""
 
 from __future__ import annotations
 

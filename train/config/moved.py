@@ -26,7 +26,7 @@ MODULES = {"train.rl.tasks": "train.rl.rewards.builtin"}
 
 
 def renamed(function: str) -> str | None:
-    """Return the new name of a function given as ``module:function`` if its module was renamed, otherwise None."""
+    """Return the new name of ``function``, written ``module:function``, if the module was renamed, otherwise None."""
     module, colon, name = function.partition(":")
     return f"{MODULES[module]}:{name}" if colon and module in MODULES else None
 
@@ -66,7 +66,7 @@ def _tasks(tree: dict[str, Any]) -> list[dict[str, Any]]:
 def _section(tree: dict[str, Any], key: str, make: bool) -> tuple[Any, str]:
     """Return the section that contains a dotted key, and the last part of the key.
 
-    make: create the section if it is missing; otherwise None is returned for it.
+    make: whether to create a missing section; if False, None is returned in place of a missing section.
     """
     *sections, leaf = key.split(".")
     found: Any = tree

@@ -44,14 +44,14 @@ def parse(raw: DictConfig | Mapping[str, Any]) -> Config | Small:
 
 
 def parse_run(raw: DictConfig | Mapping[str, Any]) -> Config:
-    """Like ``parse``, for values that are known to describe a training run."""
+    """Convert composed values that are known to describe a training run, as ``parse`` does."""
     config = parse(raw)
     assert isinstance(config, Config)
     return config
 
 
 def _unusable_texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield key and problem of every value that is still missing (``???``) or contains a null character."""
+    """Yield (key, problem) for every value that is still missing (``???``) or contains a null character."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _unusable_texts(value, f"{key}.{name}" if key else str(name))
@@ -64,7 +64,8 @@ def _unusable_texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _resolved(raw: DictConfig) -> tuple[dict[str, Any], type[Small] | None]:
     """Resolve the ``${...}`` references. Returns plain dicts and lists, and the configuration type of the task.
 
-    The type is None for a training run; other tasks, such as ``task=convert``, have their own configuration type.
+    The configuration type is None for a training run; other tasks, such as ``task=convert``, have their own
+    configuration type.
     """
     task = _value(raw, "task")
     small = SMALL.get(str(task.get("kind"))) if isinstance(task, Mapping) else None
@@ -151,8 +152,8 @@ def _parse_small(tree: dict[str, Any], whole: type[Small]) -> Small:
 def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
     """Convert the values. Returns the typed configuration, the problems, and the keys that have a problem.
 
-    Wrong values are replaced by valid ones, so that rules between keys can be checked too and all problems are reported
-    together. After a problem the returned configuration may only be used for these checks.
+    Wrong values are replaced by valid ones, so that rules that involve several keys can be checked too and all problems
+    are reported together. If there are problems, the returned configuration may be used only to check such rules.
     """
     adapter = TypeAdapter(Config)
     try:
@@ -168,7 +169,9 @@ def _convert(tree: dict[str, Any]) -> tuple[Config | None, list[str], set[str]]:
 
 
 def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config | None:
-    """Replace every wrong value by the one in ``conf/``, or remove it. Returns None if the result is still invalid."""
+    """Replace every wrong value by its value in ``conf/``; a wrong value without one there is removed. Returns None if
+    the result is still invalid.
+    """
     repaired, reference = json.loads(json.dumps(tree)), composed()
     for entry in errors:
         node, fallback = repaired, reference
@@ -188,7 +191,7 @@ def _salvage(adapter: TypeAdapter, tree: dict[str, Any], errors: list) -> Config
 
 
 def _describe(path: list[str], entry: Mapping[str, Any], whole: type = Config) -> list[str]:
-    """Describe the problems in one pydantic error; if a section validates itself, one error has several problems."""
+    """Describe the problems in one pydantic error. If a section checks its own values, its error may list several."""
     key = ".".join(path)
     if entry["type"] == "unexpected_keyword_argument":
         known = _known_keys(path[:-1], whole)

@@ -12,7 +12,7 @@ from train.config.strict import STRICT
 
 @dataclass(config=STRICT, frozen=True)
 class PlanConfig:
-    """Which kind of run task=plan computes memory and time for, and its assumptions."""
+    """The kind of run for which task=plan computes memory and time, and the assumptions of the computation."""
 
     # The kind of run: train is task=pretrain or task=sft, with lora=... that of an adapter; distill is task=distill,
     # with its teacher; dspark is task=dspark, a drafter for a frozen model.

@@ -1,4 +1,4 @@
-"""Checks which settings changed since a run was saved, and whether it may continue with the new ones."""
+"""Checks which settings changed since a run was saved, and whether the run may continue with the new values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def differences(saved: Mapping[str, Any], config: Config) -> list[tuple[str, Any
 def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Check that the run in ``config.run_dir`` may continue with ``config``. Returns log lines about changed settings.
 
-    Settings that this version has added since the run was saved count as saved with their defaults.
+    A setting that did not exist yet when the run was saved is treated as if it had been saved with its default value.
 
     Raises:
         ConfigError: settings changed that must stay the same in a continued run; the message lists their keys.
@@ -95,9 +95,10 @@ def check_resumable(saved: Mapping[str, Any], config: Config) -> list[str]:
 def _completed(saved: Mapping[str, Any], kind: str) -> tuple[Config | None, dict[str, Any], dict[str, Any]]:
     """Complete a saved configuration of task ``kind`` with today's defaults for keys that it lacks.
 
-    Returns the configuration, the saved keys that no longer exist with their values, and the keys whose saved values
-    are no longer allowed with these values; the configuration has the defaults of those keys. It is None if a rule
-    that concerns several keys does not allow the saved values.
+    Returns three values: the configuration; the saved keys that no longer exist, with their values; and the keys whose
+    saved values are no longer allowed, with the saved values. Where a saved value is no longer allowed, the
+    configuration contains the default. The configuration is None if the saved values break a rule that concerns several
+    keys.
     """
     defaults = json.loads(json.dumps(composed(f"task={kind}")))
     tree = _overlaid(defaults, saved)

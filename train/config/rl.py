@@ -30,7 +30,9 @@ class RlTask:
 
 @dataclass(config=STRICT, frozen=True)
 class LengthTerm:
-    """The constants of the length penalty. The report gives no values; the defaults in ``conf/`` are our choice."""
+    """The constants of the length penalty. The V4.1 report gives no values; this project chose the defaults in
+    ``conf/``.
+    """
 
     c_max: NonNegativeFloat  # C_max: the largest penalty for the length of a response
     k0: NonNegativeFloat  # penalty for l_norm tokens at the lowest effort; 0: no length penalty
@@ -52,7 +54,7 @@ class PolicyLoss:
 
 @dataclass(config=STRICT, frozen=True)
 class RlConfig:
-    """Which prompts and efforts are sampled, how responses are rewarded, and how old they may be in training."""
+    """Which prompts and efforts are sampled, how responses are rewarded, and how old a response in training may be."""
 
     tasks: Annotated[list[RlTask], Field(min_length=1)]
     efforts: list[Effort]  # efforts (numbers or names); every prompt is answered under each of them
@@ -80,7 +82,7 @@ class RlConfig:
 
     @property
     def draft_objective(self) -> DraftObjective:
-        """The loss of the drafter: DeepSpec's weights; the confidence loss trains the confidence head only."""
+        """The drafter's loss, with DeepSpec's loss weights. The confidence loss trains only the confidence head."""
         return DraftObjective()
 
     @property

@@ -32,7 +32,7 @@ CONTEXT_PARALLEL_TASKS = ("pretrain", "sft", "dpo", "rl", "distill", "dspark", "
 
 
 def cross_problems(config: Config) -> Iterator[tuple[set[str], str]]:
-    """Yield every broken rule that involves several keys: the set of these keys, and a description of the problem."""
+    """Yield (set of keys, description of the problem) for every broken rule that involves several keys."""
     yield from _model_rules(config)
     yield from _optim_rules(config.optim)
     yield from _lora_rules(config)
@@ -89,7 +89,7 @@ def _parallel_rules(parallel: ParallelConfig, task: TaskConfig) -> Iterator[tupl
 
 
 def _layout_rules(parallel: ParallelConfig) -> Iterator[tuple[set[str], str]]:
-    """Check the device and the division of the processes, which do not depend on the task."""
+    """Check rules that hold for every task: the device exists, and numbers of shards divide the number of processes."""
     if parallel.device == "cuda" and not _cuda_is_available():
         rule, remedy = "no CUDA device is present", "Use parallel.device=auto or cpu"
         yield {"parallel.device"}, problem("parallel.device", "cuda", rule, remedy)
@@ -107,7 +107,9 @@ def _layout_rules(parallel: ParallelConfig) -> Iterator[tuple[set[str], str]]:
 
 
 def _context_rules(count: int, task: TaskConfig) -> Iterator[tuple[set[str], str]]:
-    """What context parallelism asks of the task; `_model_rules` compares it with the model's window."""
+    """Check that task and row length allow context parallelism over ``count`` processes; `_model_rules` compares the
+    length of a chunk with the sliding window.
+    """
     if task.kind not in CONTEXT_PARALLEL_TASKS:
         rule = f"task={task.kind} does not split rows over processes"
         remedy = f"Use parallel.context_parallel=1, or one of the tasks {', '.join(CONTEXT_PARALLEL_TASKS)}"
@@ -118,8 +120,8 @@ def _context_rules(count: int, task: TaskConfig) -> Iterator[tuple[set[str], str
 
 
 def _section_rule(config: Config, section: str, needed: bool) -> Iterator[tuple[set[str], str]]:
-    """Check that a section which only the task of its name (``rl``: also task=distill) has is there if, and only if, it
-    is needed.
+    """Check that the section of a task is present if ``needed`` is true, and absent otherwise. The section has the name
+    of the task; the section ``rl`` also serves task=distill.
     """
     if (getattr(config, section) is None) == needed:
         kind = config.task.kind
@@ -326,8 +328,8 @@ def _lora_rules(config: Config) -> Iterator[tuple[set[str], str]]:
 
 
 def _weight_rounding_rules(config: Config) -> Iterator[tuple[set[str], str]]:
-    """Quantisation-aware training needs trained weights: a run that keeps them frozen cannot adapt them to the
-    rounding.
+    """Refuse quantisation-aware training in a run that keeps the model's weights frozen, because frozen weights cannot
+    adapt to the rounding.
     """
     if not config.frozen_base:
         return
@@ -416,7 +418,9 @@ def _address_problem(url: str) -> str | None:
 
 
 def _shape_problems(model: Mapping[str, Any]) -> list[str]:
-    """Every problem with the drafter that a model configuration describes; none if it is no valid configuration."""
+    """List every problem with the drafter that a model configuration describes. The list is empty if the model
+    configuration is not valid.
+    """
     try:
         return drafter_problems(ModelConfig.from_dict(dict(model)).text)
     except ValueError:  # `_model_rules` reports this
@@ -439,7 +443,7 @@ def _drafter_problems(dspark: DsparkConfig, model: Mapping[str, Any], expert_par
 
 
 def convert_problems(conversion: Conversion) -> Iterator[str]:
-    """Yield the problem between the keys of ``task=convert``, if there is one."""
+    """Yield the problem with the combination of keys of ``task=convert``, if there is one."""
     if conversion.keep and conversion.adapter is None:
         rule, remedy = "writes an adapter beside the weights, and none is given", "Name its folder: adapter=FOLDER"
         yield problem("keep", True, rule, remedy)

@@ -1,8 +1,9 @@
 """The configuration as dataclasses: name, type and meaning of every key, and rules that concern a single value.
 
 Some sections are dataclasses of other packages: ``runtime`` is ``model.ForwardOptions``, ``loss`` is
-``model.LossWeights``, ``data`` is ``data.DataConfig``, ``optim.schedule`` and ``optim.settings`` are those of
-``optim``. The ``model`` section is a released-style ``config.json``, checked by ``model.ModelConfig``.
+``model.LossWeights``, ``data`` is ``data.DataConfig``, ``optim.schedule`` and ``optim.settings`` are dataclasses of the
+package ``optim``. The ``model`` section has the layout of the released ``config.json``; ``model.ModelConfig`` checks
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(config=STRICT, frozen=True)
 class LongerRows:
-    """An entry of ``task.length_schedule``: rows of ``seq_len`` tokens, once ``tokens`` tokens have been trained."""
+    """An entry of ``task.length_schedule``: rows have ``seq_len`` tokens once ``tokens`` tokens have been trained."""
 
     tokens: PositiveInt
     seq_len: Annotated[int, Field(ge=2)]
@@ -47,7 +48,7 @@ class LongerRows:
 class TaskConfig:
     """The task, the length of the run, the batch size of a step, evaluation, and the sample text at the end.
 
-    A step has ``global_batch_rows`` rows on any number of processes (see ``division_of_step``).
+    A step has ``global_batch_rows`` rows, whatever the number of processes (see ``division_of_step``).
     """
 
     kind: Annotated[str, AfterValidator(known_task)]  # name of a task in train/config/tasks.py
@@ -69,15 +70,15 @@ class TaskConfig:
     eval_tasks: list[EvalEntry]  # tasks that every evaluation also measures: names, or sections with settings
 
     def at(self, tokens: int) -> TaskConfig:
-        """Return a copy of the task as it stands after ``tokens`` trained tokens: with the row length and the row
-        counts that ``length_schedule`` gives, and with an empty ``length_schedule``.
+        """Return a copy of the task with the row length and the row counts that ``length_schedule`` prescribes once
+        ``tokens`` tokens have been trained, and with an empty ``length_schedule``.
         """
         reached = [self.seq_len, *(entry.seq_len for entry in self.length_schedule if entry.tokens <= tokens)]
         return self.with_length(reached[-1])
 
     def with_length(self, seq_len: int) -> TaskConfig:
-        """Return the task with rows of ``seq_len`` tokens, a multiple of the task's own, and as many tokens in a step,
-        without a schedule.
+        """Return a copy of the task with rows of ``seq_len`` tokens, as many tokens in a step as before, and an empty
+        ``length_schedule``. ``seq_len`` must be a multiple of the present row length.
         """
         times, rows = seq_len // self.seq_len, self.global_batch_rows
         return replace(
@@ -89,13 +90,13 @@ class TaskConfig:
         )
 
     def division_of_step(self, row_groups: int) -> tuple[int, int]:
-        """Return how a step is divided for each of so many processes with rows of their own: rows per micro-batch, and
-        micro-batches per step. Under context parallelism a group of processes counts as one here.
+        """Return (rows per micro-batch, micro-batches per step) of each process if ``row_groups`` processes compute
+        different rows. Under context parallelism a group of processes that share rows counts as one process.
 
-        The processes divide the micro-batches of the step among themselves as far as their number has a divisor in
-        common with the number of micro-batches; the rest of the division is over the rows of each micro-batch. Without
-        ``global_batch_rows`` the step counts as one micro-batch. Example: 8 rows with ``micro_batch=1`` on 4 processes
-        give (1, 2); 2 rows with ``micro_batch=2`` on 2 processes give (1, 1).
+        Let g be the greatest common divisor of ``row_groups`` and the number of micro-batches in a step: the
+        micro-batches are divided by g, and the rows of each micro-batch by ``row_groups / g``. If ``global_batch_rows``
+        is None, the step counts as one micro-batch. Example: 8 rows with ``micro_batch=1`` on 4 processes give (1, 2);
+        2 rows with ``micro_batch=2`` on 2 processes give (1, 1).
         """
         count = 1 if self.global_batch_rows is None else self.global_batch_rows // self.micro_batch
         shared = math.gcd(count, row_groups)
@@ -199,7 +200,9 @@ class ParallelConfig:
 
     @property
     def row_groups(self) -> int:
-        """Number of processes, or groups of processes under context parallelism, that have rows of their own."""
+        """Number of processes that compute different rows. Under context parallelism a group of processes that share
+        rows counts as one process.
+        """
         return max(1, self.world_size // self.context_parallel)
 
 
@@ -217,7 +220,7 @@ class LoggerConfig:
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """First and last step to record."""
+        """First and last step to record with torch's profiler; None: no step is recorded."""
         if self.profile is None:
             return None
         first, last = map(int, self.profile.split(":"))
@@ -249,14 +252,16 @@ class Config:
     init_from: str | None  # checkpoint whose weights, model configuration and tokenizer the run starts from
 
     def with_precision(self, automatic: Literal["fp32", "bf16"]) -> Config:
-        """Return the configuration with ``automatic`` as ``parallel.precision`` if that is ``auto``."""
+        """Return the configuration; if ``parallel.precision`` is ``auto``, it is replaced by ``automatic``."""
         if self.parallel.precision != "auto":
             return self
         return replace(self, parallel=replace(self.parallel, precision=automatic))
 
     @property
     def run_dir(self) -> Path:
-        """The directory of this run. Starting again with the same configuration resumes the run from there."""
+        """The directory of this run. A run that is started again with the same configuration continues from this
+        directory.
+        """
         return Path(self.output) / self.name
 
     @property
@@ -342,7 +347,7 @@ class Generation(Asked):
 
 @dataclass(config=STRICT, frozen=True)
 class Evaluation:
-    """``task=eval``: measure a model on tasks. Other sections for training runs are ignored."""
+    """``task=eval``: measure a model on tasks. Other sections, which are for training runs, are ignored."""
 
     task: SmallTask
     init_from: str  # a checkpoint folder, a run directory or one of its checkpoints

@@ -15,7 +15,7 @@ from train.config.schema import Config, ParallelConfig, TaskConfig, counted
 def divides_rows(parallel: ParallelConfig, task: TaskConfig, where: str = "") -> Iterator[tuple[set[str], str]]:
     """Check that the rows of a step can be divided over micro-batches and processes.
 
-    where: text for a problem, which says at which point of the run the task has these rows.
+    where: text inserted into messages, which says for which row length the rule is broken.
     """
     rows, multiple = task.global_batch_rows, math.lcm(task.micro_batch, parallel.row_groups)
     if rows is None or rows % multiple == 0:
@@ -31,7 +31,7 @@ def divides_rows(parallel: ParallelConfig, task: TaskConfig, where: str = "") ->
 def length_rules(config: Config, may_read_windows: bool) -> Iterator[tuple[set[str], str]]:
     """Check ``task.length_schedule``, and that model, layout and data allow the lengths in it.
 
-    may_read_windows: False if the data section has problems of its own.
+    may_read_windows: whether ``data.window_tokens`` may be checked; False if the data section has problems of its own.
     """
     task, key = config.task, "task.length_schedule"
     entries = [asdict(entry) for entry in task.length_schedule]
@@ -70,8 +70,8 @@ def length_rules(config: Config, may_read_windows: bool) -> Iterator[tuple[set[s
 
 
 def _positions(model: Mapping[str, Any]) -> float:
-    """The number of positions of the model, without limit if the section ``model`` is not valid (``cross_problems``
-    reports that).
+    """Return the model's ``max_position_embeddings``, or infinity if the section ``model`` is not valid, which
+    ``cross_problems`` reports.
     """
     try:
         return ModelConfig.from_dict(dict(model)).text.max_position_embeddings

@@ -1,13 +1,13 @@
 """Splits the dense matrices of the blocks over sets of G ranks with PyTorch's FSDP2 (``fully_shard``).
 
-Each rank holds ``1/G`` of the rows of each matrix, in fp32. The matrices of a block are gathered (in bf16, if that is
-the precision of the products) while the previous block computes, and freed after the block has run. In the backward
+Each rank holds ``1/G`` of the rows of each matrix, in fp32. The matrices of a block are gathered (in bf16, if matrix
+products are computed in bf16) while the previous block computes, and freed after the block has run. In the backward
 pass the matrices of a block are gathered again, and the gradients of a block are summed over the G ranks as soon as
 they are complete. With several sets of G ranks, the gradients of a step are then summed over the sets.
 
 DeepSpeed (``engine.py``) handles all other parameters: experts and tables, which are split over ranks in another way;
-parameters that are small or used in fp32 (norms, routers, stream mixes, attention sinks); and the vision tower, which
-runs only on ranks that have images.
+parameters that are small or used in fp32 (norms, routers, mixing weights of the residual streams, attention sinks); and
+the vision tower, which runs only on ranks that have images.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def matrices(block: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def shard_dense(model: DeepseekV41, mesh: DeviceMesh, ranks: RankGroup, bf16: bool) -> None:
-    """Split the matrices of the blocks over ``ranks``, the axis ``parts`` of ``mesh``, in place.
+    """Split the matrices of the blocks, in place, over ``ranks``: the ranks along the axis ``parts`` of ``mesh``.
 
     Each matrix becomes a ``DTensor`` with an attribute ``shard``. Call this function before the optimizer is built, on
     a model whose parameters have the same values on every rank.

@@ -1,8 +1,8 @@
 """Computes the gradients and the update of an optimizer step over all processes. Only this file imports DeepSpeed.
 
 A single process does not use DeepSpeed. Several processes use a DeepSpeed engine at ZeRO stage 0, which sums gradients
-over the ranks that hold the same parameter. The optimizer is the one in ``optim``, which divides its state among the
-processes itself.
+over the ranks that hold the same parameter. The optimizer of the package ``optim`` divides its state among the
+processes without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Engine:
         self.deepspeed = _wrap(model, optimizer) if world.size > 1 else None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a micro-batch on this rank. ``last``: whether this is the last micro-batch of the step.
-        This method does not exchange gradients between ranks, except the gradients of matrices whose rows are divided
-        (``dense.py``).
+        """Compute the gradients of a micro-batch on this rank and add them to the gradients of the step. ``last``:
+        whether this is the last micro-batch of the step. This method does not exchange gradients between ranks, except
+        the gradients of matrices whose rows are divided (``dense.py``).
         """
         if self.deepspeed is None:
             loss.backward()
@@ -47,8 +47,9 @@ class Engine:
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def present(self) -> Tensor:
-        """For each parameter, whether it has a gradient on this rank (1 or 0), int64 [parameters], on the parameters'
-        device. The caller sums it over all ranks together with other numbers and passes the sum to ``reduce``.
+        """Return int64 [parameters], on the parameters' device: 1 for each parameter that has a gradient on this rank,
+        otherwise 0. The caller sums this tensor over all ranks together with other numbers and passes the sum to
+        ``reduce``.
         """
         device = self.parameters[0].device if self.parameters else None
         return torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int64).to(device)
@@ -59,8 +60,8 @@ class Engine:
         present: the sum of ``present()`` over all ranks.
 
         If a parameter has a gradient on only some ranks, its gradient counts as zero on the other ranks. A parameter
-        without a gradient on every rank still has no gradient afterwards. The gradient of a matrix whose rows are
-        divided is sent to the rank that owns the matrix.
+        that has a gradient on no rank still has no gradient afterwards. The gradient of a matrix whose rows are divided
+        is sent to the rank that owns the matrix.
         """
         if self.deepspeed is None:
             return

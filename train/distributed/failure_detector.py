@@ -50,11 +50,12 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
     """Wait until all processes of a run have started.
 
     Returns the store at which the processes registered; the caller must keep the store until the process group has been
-    created. Meanwhile rank 0 prints which ranks are missing; until rank 0 has started, one process on each host prints
-    that rank 0 is missing.
+    created. While the processes wait, rank 0 prints which ranks are missing; until rank 0 has started, one process on
+    each host prints that rank 0 is missing.
 
     Raises:
-        LauncherError: no store can be opened or found at MASTER_ADDR and MASTER_PORT, whatever the other processes do.
+        LauncherError: no store can be opened or found at MASTER_ADDR and MASTER_PORT, so waiting for other processes
+            would not help.
         RankLost: some processes have not started within ``timeout`` seconds; the message names their ranks.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -97,7 +98,7 @@ def rendezvous(rank: int, size: int, local_rank: int, timeout: float) -> dist.St
 
 
 def _check_name(host: str, reported: bool) -> None:
-    """Refuse a host name without an address, after some attempts."""
+    """Raise ``LauncherError`` if no address is found for a host name after several attempts."""
 
     def look_up() -> None:
         for number in range(1, LOOKUPS + 1):
@@ -118,10 +119,10 @@ def _check_name(host: str, reported: bool) -> None:
 
 
 def _in_thread(call: Callable[[], Any], limit: float) -> Any:
-    """Return what ``call`` returns. It runs in a thread of its own, since it may never return.
+    """Run ``call`` in a separate thread, since it may never return, and return its result.
 
     Raises:
-        TimeoutError: it has not returned within ``limit`` seconds; the thread is left to itself.
+        TimeoutError: ``call`` has not returned within ``limit`` seconds; its thread is not stopped.
     """
     found: Future[Any] = Future()
 
@@ -146,8 +147,8 @@ def _open_store(port: int, size: int) -> dist.Store:
 
 
 def _find_store(host: str, port: int, size: int, reported: bool) -> dist.Store:
-    """Connect to the store of rank 0 or of the launcher, which accepts connections. With a program that accepts them
-    and says nothing, TCPStore waits for ever, whatever its own time limit is.
+    """Connect to the store of rank 0 or of the launcher, at a port that accepts connections. If another program accepts
+    the connection but never answers, TCPStore would wait for ever, whatever its own time limit is.
     """
     try:
         return _in_thread(lambda: dist.TCPStore(host, port, size, False, wait_for_workers=False), STORE_LIMIT)
@@ -159,7 +160,8 @@ def _find_store(host: str, port: int, size: int, reported: bool) -> dist.Store:
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout: float, reporter: bool) -> str:
     """Wait until ``done()`` is true and return an empty text, or after ``timeout`` seconds return an error message.
 
-    missing: describes which ranks have not started. reporter: True if this process prints reminders while it waits.
+    missing: returns a text that says which ranks have not started. reporter: True if this process prints reminders
+    while it waits.
     """
     started = reminded = time.monotonic()
     while not done():
@@ -199,11 +201,11 @@ class FailureDetector(threading.Thread):
     """A thread that writes the heartbeats of this process and checks whether other processes are alive.
 
     Args:
-        store: a separate connection to the store; in a shared one, a call that waits would delay the heartbeats.
+        store: a separate connection to the store; on a shared connection, a call that waits would delay the heartbeats.
         timeout: seconds without a heartbeat after which a process counts as lost.
-        hang_timeout: seconds that ranks wait in one collective call after which a rank that has not arrived there
-            counts as lost, although it lives.
-        stacks: folder for the stack traces of all ranks that are written in this case; None: the current folder.
+        hang_timeout: once other ranks have waited this many seconds in one collective call, a rank that has not entered
+            the call counts as lost, although its process is running.
+        stacks: folder for the stack traces that all ranks write if a rank hangs; None: the current folder.
     """
 
     def __init__(
@@ -266,8 +268,8 @@ class FailureDetector(threading.Thread):
                     self.failure = self._store_is_lost()
 
     def _heartbeat(self, count: int) -> str:
-        """The text that this process writes into the store: a counter, how long the process has waited in its present
-        collective call, the name of the call, and the place in the program.
+        """Return the text (JSON) that this process writes into the store: a counter, how many seconds the process has
+        waited in its present collective call, the name of the call, and the function that the process is executing.
         """
         now = whereabouts()
         self._waited = self._waited + 1 if now.collective is not None and now == self._where else 0
@@ -276,8 +278,9 @@ class FailureDetector(threading.Thread):
         return self._last_sent
 
     def _hanging(self, beats: Mapping[int, bytes]) -> str | None:
-        """Return a text that names a rank that lives but does not arrive where others have waited for `hang_timeout`,
-        or None. If all ranks wait, they are in different calls, and one that came last is named.
+        """Return a text that names a running rank that has not entered the collective call in which other ranks have
+        waited for `hang_timeout` seconds, or None. If all ranks wait, they are in different calls, and the text names a
+        rank that has waited for the shortest time.
 
         beats: the last heartbeat of every rank.
         """
@@ -307,14 +310,14 @@ class FailureDetector(threading.Thread):
             pass
 
     def wait_for_failure(self, seconds: float) -> str | None:
-        """Wait up to ``seconds`` until a process is found to be lost. Returns a text that names the lost process, or
-        None.
+        """Wait until a process is found to be lost, but at most ``seconds``. Returns a text that names the lost
+        process, or None.
         """
         self._found.wait(seconds)
         return self.failure
 
     def close(self) -> None:
-        """Stop the heartbeats and checks, because this process ends by itself."""
+        """Stop the heartbeats and checks. Called when all processes leave the run together."""
         self._closed.set()
 
     def name_of(self, rank: int) -> str:

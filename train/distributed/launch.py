@@ -27,7 +27,7 @@ def launch(layout: ParallelConfig, stacks: Path | None = None) -> World:
     """Connect this process with the other processes that torchrun, the deepspeed launcher or srun has started, if any.
     Returns the ``World`` of this process.
 
-    stacks: folder for the stack traces of all ranks, written if one of them hangs (``parallel.hang_timeout``).
+    stacks: folder for the stack traces of all ranks, written if a rank hangs (``parallel.hang_timeout``).
 
     Raises:
         ConfigError: the number of started processes differs from ``parallel.world_size``.

@@ -22,7 +22,7 @@ FAULTS = (1, 2, 3)  # exit codes of errors that would occur again if the run wer
 
 
 class LauncherError(InputError):
-    """An environment variable of the launcher has a value that cannot be. The message is one line.
+    """An environment variable of the launcher has an impossible value. The message is one line.
 
     reported: True if another process prints the message.
     """
@@ -44,10 +44,11 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
-    """Read rank and number of processes from the environment; without a launcher there is one process of rank 0.
+    """Read rank and number of processes from the environment; without a launcher, this process is the only one and has
+    rank 0.
 
     Raises:
-        LauncherError: some of the launcher's environment variables are missing, or have a value that cannot be.
+        LauncherError: some of the launcher's environment variables are missing, or have impossible values.
     """
     for names in LAUNCHERS:
         if all(name in environment for name in names[:2]):
@@ -60,8 +61,8 @@ def find_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
 
 
 def _process(names: tuple[str, str, str], environment: Mapping[str, str]) -> ProcessInfo:
-    """Read the place of this process from the environment variables ``names``: rank, number of processes, rank on this
-    host.
+    """Read three numbers from the environment variables ``names``: the rank of this process, the number of processes,
+    and the rank of this process on its host.
     """
     size = _whole_number(names[1], environment, 1)
     rank = _whole_number(names[0], environment, 0, size - 1, f"there are {size} processes ({names[1]})")
@@ -93,7 +94,7 @@ def _whole_number(
 ) -> int:
     """Return the value of an environment variable, a whole number of at least ``least`` and at most ``most``.
 
-    why: the reason of ``most``, for the message. reported: True if another process prints the message.
+    why: the reason for the limit ``most``, for the error message. reported: True if another process prints the message.
     """
     text = environment[name]
     value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
@@ -105,8 +106,9 @@ def _whole_number(
 
 def note_fault(code: object) -> None:
     """Write the exit code of this process into the file that ``NARROWS_FAULT_FILE`` names, if starting the run again
-    would end in the same way. Such exit codes are 1 (an error in the code), 2 (refused input) and 3 (numbers that are
-    not finite). If the file has been written, slurm/train.sbatch does not put the job back into the queue.
+    would end in the same way. The run would end in the same way after exit code 1 (an error in the code), 2 (refused
+    input) or 3 (numbers that are not finite). If the file has been written, slurm/train.sbatch does not put the job
+    back into the queue.
     """
     path = os.environ.get("NARROWS_FAULT_FILE")
     if path and code in FAULTS:

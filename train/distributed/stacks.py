@@ -1,5 +1,5 @@
-"""Says where the threads of this process are: whether one waits in a collective call, in which layer, and for how long;
-writes the stack traces of all threads into a file.
+"""Finds out what the threads of this process are executing (whether a thread waits in a collective call, and in which
+layer), and writes the stack traces of all threads into a file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ IGNORED = ("failure detector", "heartbeats")  # names of threads that are never 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a process is.
+    """What a process is executing.
 
     Attributes:
-        place: the innermost function of the project, with file and line, and the layer if the function belongs to one.
+        place: the innermost function of this project on the stack, with file and line, and with the layer number if the
+            function belongs to a layer.
         collective: the name of the collective call in which the process waits, or None.
-        calls: the number of collective calls that this process has begun, which tells two calls at one place apart.
+        calls: the number of collective calls that this process has begun, which distinguishes two calls from the same
+            line of code.
     """
 
     place: str
@@ -37,8 +39,8 @@ class Whereabouts:
 
 
 def whereabouts() -> Whereabouts:
-    """Find out where this process is: in a collective call if one of its threads is, otherwise where its main thread
-    is.
+    """Find out what this process is executing: the collective call in which one of its threads waits, if there is one,
+    otherwise the function that its main thread executes.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) not in IGNORED}
@@ -66,7 +68,9 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _collective(frame: FrameType) -> str | None:
-    """The outermost of the functions of torch.distributed in which a thread is, if its innermost function is one."""
+    """Return the name of the collective call that a thread is executing: the outermost torch.distributed function at
+    the inner end of its stack. None if its innermost function is not in torch.distributed.
+    """
     name = None
     for one in _outwards(frame):
         if not one.f_code.co_filename.startswith(COLLECTIVES):
@@ -77,7 +81,7 @@ def _collective(frame: FrameType) -> str | None:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost function of the project in a stack, such as "exchange in model/moe.py:87, layer 3"."""
+    """Describe the innermost function of this project on a stack, such as "exchange in model/moe.py:87, layer 3"."""
     place = f"{frame.f_code.co_name} in {frame.f_code.co_filename}:{frame.f_lineno}"
     found = False
     for one in _outwards(frame):

@@ -1,6 +1,7 @@
 """Starts processes on this machine that do one piece of work together, such as converting a checkpoint.
 
-Unlike the processes of a training run, they need no launcher, because the command itself starts and ends them.
+Unlike the processes of a training run, these processes need no launcher, because the command itself starts and ends
+them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ TIMEOUT = timedelta(days=7)
 def work_together(
     processes: int, work: Callable[..., Any], argument: Any, done: Callable[[float], None] = lambda share: None
 ) -> Any:
-    """Call ``work(argument, ranks, done)`` in several new processes and return what it returns in the first of them.
+    """Call ``work(argument, ranks, done)`` in several new processes and return its result in the first process.
 
     Args:
         processes: number of processes. With 1, ``work`` is called in this process.
         work: a function that can be imported by its name. ``ranks`` is the group of the processes.
         argument: a value that can be pickled.
-        done: called with each amount of work that some process has reported to its own ``done``.
+        done: called with each amount of work that any process reports by calling the ``done`` that its ``work``
+            receives.
 
     Raises:
-        InputError: one of the processes was killed; the others are ended too.
+        InputError: one of the processes was killed; the other processes are ended too.
         Exception: an error that ``work`` raised in one of the processes.
     """
     if processes == 1:

@@ -54,7 +54,7 @@ def rank_mesh(parts: int, device: torch.device) -> DeviceMesh:
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> RankGroup:
-    """Return the group of the ranks that are on the same line as this rank along an axis of a mesh."""
+    """Return the group of the ranks that differ from this rank only in their position along ``axis`` of the mesh."""
     group = mesh.get_group(axis)
     return RankGroup(group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -104,8 +104,8 @@ class World:
 
     @property
     def counts_rows(self) -> bool:
-        """True on the first rank of each group that shares rows. Numbers that belong to whole rows are counted only on
-        this rank.
+        """True on the first rank of each group that shares rows. Statistics of whole rows are counted only on this
+        rank, so that each row counts once.
         """
         return self.parallel.context.rank == 0
 
@@ -170,8 +170,8 @@ class World:
         return found
 
     def _wait_for_first(self) -> None:
-        """Wait until rank 0 has called this method as often as this rank. Hashing a large corpus takes longer than a
-        collective call may wait, so the ranks ask the store.
+        """Wait until rank 0 has called this method as often as this rank. The ranks poll the store instead of using a
+        collective call, because hashing a large corpus on rank 0 takes longer than the time limit of such a call.
         """
         store, key = dist.distributed_c10d._get_default_store(), f"once/{next(self._onces)}"
         if self.first:
@@ -194,8 +194,8 @@ class World:
 
     @contextmanager
     def collective_guard(self, *agreed: type[Exception]) -> Iterator[None]:
-        """Context for code that the ranks run together: if one rank ends, all ranks end with a message that names this
-        rank.
+        """Context manager for code that all ranks run together: if one rank ends, all ranks end with a message that
+        names this rank.
 
         agreed: types of exceptions that all ranks raise together, so that no rank is waiting for another.
 
@@ -228,5 +228,5 @@ class World:
 
 
 def is_collective(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective call that failed, as it does if another rank is gone."""
+    """Return whether ``error`` comes from a failed collective call, for example because another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

@@ -34,7 +34,7 @@ class Parameter:
 
     - part: a name in `model.count.PARTS`, or "adapter";
     - method: the optimizer method that updates the parameter; None if the parameter is not trained;
-    - blocks: the matrices that Muon updates separately, as pairs: (n, rows) stands for n matrices of that many rows;
+    - blocks: the matrices that Muon updates separately: a pair (n, rows) stands for n matrices with ``rows`` rows each;
     - packing: the packed format of a frozen weight in memory; None if the weight is not packed;
     - divided: whether the rows of the parameter are split over `parallel.dense_shards` ranks.
     """
@@ -57,8 +57,8 @@ class Item:
       otherwise 1;
     - copies: number of ranks that hold the same matrices;
     - spans: (count, rows, columns) of the submatrices of one matrix that Muon updates separately;
-    - stored: bytes of one matrix that is held packed; 0 if the matrix is held in fp32;
-    - kept: number of elements in the rows that a rank holds of a divided matrix; 0 if the matrix is not divided.
+    - stored: bytes of one matrix in its packed format; 0 if the matrix is stored in fp32;
+    - kept: number of elements that a rank stores of a matrix whose rows are divided; 0 if the rows are not divided.
     """
 
     kind: str
@@ -108,9 +108,9 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[Param
 
 
 def frozen_parameters(model: nn.Module, packed: bool, tables_on_host: bool = False) -> Iterator[Parameter]:
-    """Yield every parameter of a frozen model that is held on the device. packed: whether the weights are kept in
-    memory in the quantised formats of the released checkpoint. tables_on_host: whether Engram tables stay in host
-    memory; they are then left out.
+    """Yield every parameter of a frozen model that is in device memory. packed: whether the weights stay in the
+    quantised formats of the released checkpoint. tables_on_host: whether Engram tables stay in host memory; if so, the
+    tables are left out.
     """
     for name, parameter in model.named_parameters():
         if tables_on_host and is_table(name):
@@ -181,7 +181,7 @@ def rank_items(layout: ParallelConfig, parameters: Iterable[Parameter]) -> Itera
 
 
 def owned(items: Sequence[Item]) -> list[Item]:
-    """Return the items that are owned, and so updated, by the rank with the most optimizer state.
+    """Return the items that the rank with the most optimizer state owns, and therefore updates.
 
     Each part of a parameter is owned by one of the ranks that hold it, chosen by ``optim.ownership.assign_owners``. If
     a part has c copies, rank r of R ranks holds copy number r * c // R.

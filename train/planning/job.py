@@ -62,8 +62,8 @@ class Job:
     @cached_property
     def copied(self) -> list[tuple[int, bool, bool, int]]:
         """The weights that bf16 autocast copies, each as a tuple (layer number, whether the weight belongs to routed
-        experts, whether its rows are divided over ranks, number of elements). Autocast does not copy packed
-        weights, so the list has none.
+        experts, whether its rows are divided over ranks, number of elements). Packed weights are not in the list,
+        because autocast does not copy them.
         """
         known = {p.name: p for p in self.parameters}
         copies = ((known[name], parameter.numel()) for name, parameter in count.autocast_copies(self.model))
@@ -100,8 +100,8 @@ def settings(config: Config) -> PlanConfig:
 
 
 def as_planned(config: Config) -> Config:
-    """Return the configuration that is planned: with the value of ``parallel.precision`` that ``auto`` stands for on a
-    current GPU, and with the longest rows that ``task.length_schedule`` gives until ``task.tokens`` tokens are trained.
+    """Return the configuration that is planned: ``parallel.precision=auto`` becomes bf16 (fp32 on the CPU), and the row
+    length is the longest that ``task.length_schedule`` reaches before ``task.tokens`` tokens are trained.
     """
     task = config.task.at(config.task.tokens - 1)
     return replace(config, task=task).with_precision("fp32" if config.parallel.device == "cpu" else "bf16")
@@ -179,8 +179,8 @@ def _drafter_costs(
 
 
 def _teacher_bytes(model: DeepseekV41, packed: bool, width: int) -> int:
-    """Return the bytes of a whole frozen model, if every process holds it. packed: whether the weights are held in the
-    quantised formats of the released checkpoint. width: bytes per value of the weights that are not packed.
+    """Return the bytes of a frozen teacher model that every process holds as a whole. packed: whether the weights stay
+    in the quantised formats of the released checkpoint. width: bytes per value of the weights that are not packed.
     """
     parts = frozen_parameters(model, packed)
     return sum(stored_bytes(p.shape, p.packing) or width * prod(p.shape) for p in parts)

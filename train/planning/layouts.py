@@ -1,5 +1,5 @@
-"""Lists the ways to spread a job over GPUs. A way is given by the configuration keys that can be changed to make the
-job fit or run faster.
+"""Lists the ways to spread a job over GPUs. Each way is a set of values for the configuration keys that can be changed
+to make the job fit or run faster.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Layout:
     """One way to spread a job over GPUs: the values of the configuration keys that the search varies.
 
     - gpus: number of GPUs;
-    - context, experts, dense: number of GPUs over which a row, the routed experts of a layer, and the blocks' dense
-      matrices are split;
+    - context: number of GPUs over which each row is split;
+    - experts: number of GPUs over which the routed experts of a layer are split;
+    - dense: number of GPUs over which the dense matrices of the blocks are split;
     - recompute: whether activations are recomputed in the backward pass;
     - offload: whether the residual streams that enter each block are kept in host memory until the backward pass.
     """
@@ -88,8 +89,8 @@ def layouts(config: Config, job: Job, gpus: int) -> Iterator[Layout]:
 
 
 def contexts(config: Config, gpus: int) -> list[int]:
-    """Return the possible values of ``parallel.context_parallel`` with ``gpus`` GPUs: the numbers of GPUs over which a
-    row can be split.
+    """Return the values that ``parallel.context_parallel`` (the number of GPUs over which a row is split) may have with
+    ``gpus`` GPUs.
     """
     length, rows = config.task.seq_len, config.task.global_batch_rows or 1
     window = ModelConfig.from_dict(config.model).text.sliding_window

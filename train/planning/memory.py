@@ -1,8 +1,8 @@
 """Computes the memory that a micro-batch needs on a rank in addition to weights, gradients and optimizer state.
 
-Each kind of memory (a term) has its own formula. The memory is highest either when the loss is computed or in the
-backward pass of a block; `working_bytes` returns the memory of the larger of these peaks. The docstring of each
-function names the code whose tensors the function counts.
+Each kind of memory (a term) has its own formula. The memory peaks when the loss is computed, in the backward pass of a
+block, or while a layer selects entries; `working_bytes` returns the memory of the largest of these peaks. The docstring
+of each function names the code whose tensors the function counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def micro_batches(config: Config) -> int:
 
 
 def micro_batch_rows(config: Config) -> int:
-    """Return the number of rows in a micro-batch of a rank, or of the ranks that share rows."""
+    """Return the number of rows in a micro-batch of one rank (under context parallelism: of one group of ranks)."""
     return config.task.division_of_step(config.parallel.row_groups)[0]
 
 
@@ -42,7 +42,7 @@ def tokens_per_pass(config: Config) -> int:
 
 
 def working_bytes(config: Config, job: Job) -> dict[str, float]:
-    """Compute the peak memory of a micro-batch in bytes, for each term."""
+    """Compute the bytes of each kind of memory at the peak of a micro-batch, when their sum is largest."""
     if job.drafter is not None:
         return drafter_bytes(config, job)
     tokens = tokens_per_pass(config)
@@ -80,9 +80,9 @@ def host_bytes(config: Config, job: Job) -> float:
 def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
     """Compute the memory in use while the loss is computed, after the forward pass of all blocks.
 
-    Counted are the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32 logits,
-    their fp32 gradient, and a bf16 copy of this gradient), the gradient of the output head, and the copies of weights
-    (see ``copy_bytes``), which autocast keeps until it ends.
+    The result includes the activations that the blocks save, the losses, one chunk of logits (``model/loss.py``: fp32
+    logits, their fp32 gradient, and a bf16 copy of this gradient), the gradient of the output head, and the copies of
+    weights (see ``copy_bytes``), which autocast keeps until it ends.
     """
     bf16, text = _bf16(config), job.model.config.text
     kept = keeps_combined(config), offloads(config)
@@ -103,9 +103,9 @@ def at_the_loss(config: Config, job: Job, tokens: int) -> dict[str, float]:
 def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
     """Compute the memory in use during the backward pass of each block, from the last block to the first.
 
-    For each block, these are counted: the activations that the block and all earlier blocks save, the activations that
-    the block saves when it is recomputed, gradients of activations, the buffers of the expert exchange, and copies of
-    the block's weights.
+    The result for a block includes the activations that the block and all earlier blocks save, the activations that the
+    block saves when it is recomputed, gradients of activations, the buffers of the expert exchange, and copies of the
+    block's weights.
     """
     widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
@@ -137,16 +137,17 @@ def block_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float
 
 
 def blocks_of_entries(text: TextConfig, layer: int, rows: int, length: int) -> int:
-    """Return the number of blocks of entries that layer ``layer`` has in a micro-batch of ``rows`` documents of
-    ``length`` tokens.
+    """Return the number of blocks of compressed KV entries (``candidate_block_size`` entries each) in layer ``layer``,
+    for a micro-batch of ``rows`` documents of ``length`` tokens.
     """
     return rows * ceil(length // text.ratio(layer) / text.candidate_block_size)
 
 
 def candidate_bytes(text: TextConfig, rows: int, length: int) -> float:
-    """Return the bytes per token of the indices of the candidate blocks, which every later index source reads
-    (``model/indexer.py``: int32 [T, candidate_topk_blocks], or none if a micro-batch has no more blocks than that).
-    Each of the ``rows`` rows of a micro-batch is taken to be one document of ``length`` tokens.
+    """Return the bytes per token of the indices of the candidate blocks (``model/indexer.py``: int32 [T,
+    candidate_topk_blocks]), which every later indexer reads. There are no indices if a micro-batch has at most
+    ``candidate_topk_blocks`` blocks. Each of the ``rows`` rows of a micro-batch is assumed to be one document of
+    ``length`` tokens.
     """
     source, pool = text.candidate_source_layer_id, text.candidate_topk_blocks
     return 4.0 * pool if source >= 0 and blocks_of_entries(text, source, rows, length) > pool else 0.0
@@ -155,8 +156,9 @@ def candidate_bytes(text: TextConfig, rows: int, length: int) -> float:
 def selection_moments(config: Config, job: Job, tokens: int) -> list[dict[str, float]]:
     """Compute the memory in use while each layer with an indexer selects entries, in the first pass of its block.
 
-    Counted are what earlier blocks keep, the tensors of the running block (as many as `gradient_bytes` counts in its
-    backward pass), its weights, and what the selection needs (`selection_bytes`). A recomputed block selects nothing.
+    The result includes the activations that earlier blocks save, the tensors of the running block (as many bytes as
+    `gradient_bytes` counts in the backward pass), the copies of weights, and the temporary tensors of the selection
+    (`selection_bytes`). A block that is recomputed does not select entries again.
     """
     widths, text, recompute = _widths(config), job.model.config.text, config.runtime.recompute
     dense, experts = copy_bytes(config, job)
@@ -183,12 +185,13 @@ def selection_moments(config: Config, job: Job, tokens: int) -> list[dict[str, f
 
 
 def selection_bytes(config: Config, text: TextConfig, layer: int, tokens: int) -> float:
-    """Compute the bytes of the temporary tensors with which layer ``layer`` selects entries by the kernels
-    (``model/indexer.py``), for as many queries as it processes at a time.
+    """Compute the bytes of the temporary tensors with which the kernels of ``model/indexer.py`` select entries in layer
+    ``layer``, for as many queries as the layer processes at a time.
 
-    For a query and a block of entries there is a peak score; for a query and each of the best ``index_topk`` blocks,
-    scores of their entries and the indices of the best; a candidate source also sorts the blocks of its pool. A layer
-    that selects among candidates has scores of all their entries instead.
+    Each query has the highest score of every block of entries and, for each of the best ``index_topk`` blocks, the
+    scores of the block's entries and the indices of the best entries. The layer that chooses the candidate blocks also
+    sorts these blocks. A layer that selects only among candidate blocks has instead the scores of all entries in these
+    blocks.
     """
     block, pool = text.candidate_block_size, text.candidate_topk_blocks
     rows, length = micro_batch_rows(config), config.task.seq_len
@@ -204,8 +207,9 @@ def selection_bytes(config: Config, text: TextConfig, layer: int, tokens: int) -
 
 
 def layout_bytes(text: TextConfig) -> float:
-    """Return the bytes per token of the tensors of a layout on the device (``model/layout.py``): six int64 numbers, two
-    rotations, and for each compression ratio the members and rotations of entries and the range of a query's slots.
+    """Return the bytes per token of the tensors of a sequence layout on the device (``model/layout.py``): six int64
+    numbers, two rotary factors, and, for each compression ratio, the tokens and rotary factors of the entries and the
+    range of entries that a query sees.
     """
     ratios = {ratio for ratio in text.compress_ratios[: text.num_hidden_layers] if ratio}
     turn = 4 * text.qk_rope_head_dim
@@ -213,14 +217,15 @@ def layout_bytes(text: TextConfig) -> float:
 
 
 def entry_gradient_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, float]:
-    """Compute the memory for the gradients of the entries and index keys that layers read, of the whole rows.
+    """Compute the memory for the gradients of the compressed KV entries and index keys of whole rows, including entries
+    and keys of other ranks.
 
-    The gradients of the entries of one Full layer at a time are summed in fp32 (``model/summed_gradients.py``), beside
-    those of the reader whose backward pass runs, in fp32 and in bf16; before they are sent to other ranks there is a
-    copy of them and of those of the index keys. The losses of all indexers come first in a backward pass, so the sums
-    for the index keys of all Full layers are in memory together. The losses hold gradients of index keys from the
-    forward pass on; `model.count` counts them for the tokens of a rank, and here those of the other ranks' entries are
-    added.
+    The gradients of the entries of one Full layer at a time are summed in fp32 (``model/summed_gradients.py``); in
+    memory beside this sum are the gradients, in fp32 and in bf16, from the layer whose backward pass runs. Before
+    gradients are sent to other ranks, the gradients of the entries and of the index keys are copied. A backward pass
+    begins with the losses of all indexers, so the summed gradients of the index keys of all Full layers are in memory
+    at the same time. The indexer losses store gradients of index keys from the forward pass on: `model.count` counts
+    the gradients for the tokens of a rank, and this function adds the gradients for the entries of other ranks.
     """
     ranks, bf16 = config.parallel.context_parallel, _bf16(config)
     entries = {layer: tokens * ranks / text.ratio(layer) for layer in text.kv_source_layer_ids}
@@ -239,8 +244,8 @@ def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, fl
     """Compute the memory that a rank needs because other ranks compute a part of the same rows
     (``model/parallel/context.py``).
 
-    Counted are the entries and index keys that are gathered from other ranks in all Full layers, and the window keys of
-    the tokens before the rank's own chunk.
+    The result includes the entries and index keys gathered from other ranks in all Full layers, and the sliding-window
+    keys of the tokens just before the rank's own chunk.
     """
     ranks, width = config.parallel.context_parallel, 2 if _bf16(config) else FP32
     if ranks == 1:
@@ -256,8 +261,8 @@ def context_bytes(config: Config, text: TextConfig, tokens: int) -> dict[str, fl
 def gradient_bytes(text: TextConfig, widths: count.Widths) -> float:
     """Compute the bytes per token of the gradients of activations during the backward pass of a block.
 
-    Counted are the gradients of the residual streams before and after a sublayer, and the larger of two: the gradients
-    of queries and attention output, or the gradients of the inputs and hidden values of the experts.
+    The result is the gradients of the residual streams before and after a sublayer, plus the larger of two amounts: the
+    gradients of queries and attention output, or the gradients of the inputs and hidden values of the experts.
     """
     width, k = widths.products, text.num_experts_per_tok
     streams = 2 * widths.streams * text.hc_mult * text.hidden_size
@@ -296,9 +301,9 @@ def head_bytes(config: Config, job: Job) -> dict[str, float]:
     split over ranks.
 
     The cross-entropy gathers a split head in the precision of the matrix products and frees the gathered head before
-    its backward pass, which holds the scaled gradient beside the original gradient (``model/loss.py``). Other
-    objectives than the cross-entropy keep the head gathered in fp32, and hold a second, padded copy of its gradient
-    (``model/parallel/tables.py``).
+    the backward pass. In this backward pass, the scaled gradient of the head is in memory beside the original gradient
+    (``model/loss.py``). Other objectives than the cross-entropy keep the head gathered in fp32, and hold a second,
+    padded copy of its gradient (``model/parallel/tables.py``).
     """
     size = float(count.head_gradient_bytes(job.model.config))
     found = {"the head's gradient in the loss": size} if job.head_gradient else {}
@@ -330,9 +335,10 @@ def engram_rows(model: DeepseekV41, tokens: int) -> list[int]:
 def copy_bytes(config: Config, job: Job) -> tuple[list[int], list[int]]:
     """Return the bytes of the copies of each block's dense and expert weights that are kept for the backward pass.
 
-    Under bf16 autocast these are the copies in bf16. In fp32 there are copies only of weights that are rounded in the
-    forward pass (``runtime.expert_quant``, ``runtime.dense_quant``). Packed weights have no such copies. Divided
-    matrices (``parallel.dense_shards``) have no such copies either, because they are already gathered in bf16.
+    Under bf16 autocast, the copies are the bf16 weights that autocast makes. In fp32 there are copies only of weights
+    that are rounded in the forward pass (``runtime.expert_quant``, ``runtime.dense_quant``). Packed weights are not
+    copied. Matrices whose rows are divided (``parallel.dense_shards``) are not copied either, because they are already
+    gathered in bf16.
     """
     layout = config.parallel
     dense, experts = ([0] * job.model.config.text.num_hidden_layers for _ in range(2))
@@ -365,8 +371,8 @@ def largest_rounded(config: Config, job: Job, tokens: int) -> int:
 def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
     """Compute the memory for gathered dense matrices in the backward pass (``train/distributed/dense.py``).
 
-    Counted are the gathered matrices of the current block, the buffer for the matrices of the next block, the gradients
-    of the current block, and the fp32 gradients of the previous block while they are sent.
+    The result includes the gathered matrices of the current block, the buffer for the matrices of the next block, the
+    gradients of the current block, and the fp32 gradients of the previous block while they are sent.
     """
     if config.parallel.dense_shards == 1:
         return {}
@@ -377,8 +383,9 @@ def gathered_bytes(config: Config, job: Job) -> dict[str, float]:
 def drafter_bytes(config: Config, job: Job) -> dict[str, float]:
     """Compute the memory of task=dspark.
 
-    Counted are the hidden states and residual streams of the model that the drafter reads, plus the larger of two: one
-    block of the model during its forward pass without gradients, or the activations that the drafter saves.
+    The result is the hidden states and residual streams of the model that the drafter reads, plus the larger of two
+    amounts: the activations of one block of the model in a forward pass without gradients, or the activations that the
+    drafter saves.
     """
     widths, tokens, text = _widths(config), tokens_per_pass(config), job.model.config.text
     assert job.dspark is not None
@@ -419,9 +426,9 @@ def _stage_config(config: ModelConfig) -> TextConfig:
 def optimizer_working_bytes(mine: Sequence[Item]) -> float:
     """Compute the memory for temporary copies while a rank updates `mine`, the parameters that it owns.
 
-    Counted is the larger of two: the memory for a batch of matrices in Muon, or for the used rows of the largest table
-    (at most all of its rows). Added are the divided matrices that this rank owns, gathered as a whole, and their
-    gradients.
+    The result is the larger of two amounts, the memory for a batch of matrices in Muon or for the rows of the largest
+    table (all its rows are counted as used), plus the memory for the divided matrices that this rank owns, gathered as
+    a whole, and for the gradients of these matrices.
     """
     muon = [item for item in mine if item.method == "muon"]
     largest = max((rows * columns for item in muon for _, rows, columns in item.spans), default=0)

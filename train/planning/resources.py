@@ -26,7 +26,7 @@ RESERVE = "reserve"
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """The numbers of a plan. Bytes and FLOPs are given per optimizer step, for the rank that needs the most memory."""
+    """The results of a plan. Bytes and FLOPs are those of one optimizer step on the rank that needs the most memory."""
 
     config: Config
     job: Job
@@ -153,7 +153,8 @@ def holdings(layout: ParallelConfig, job: Job, iterations: int) -> Holdings:
 
 def plan(config: Config, job: Job | None = None) -> ResourcePlan:
     """Compute the plan for the model, the optimizer, the task sizes and the section ``parallel`` of ``config``.
-    ``job``: the result of ``job_of`` for this configuration or one with another layout; None builds the job.
+    ``job``: the result of ``job_of`` for this configuration, or for one that differs only in the layout; if None, the
+    job is built here.
     """
     config = as_planned(config)
     job = job or job_of(config)

@@ -58,7 +58,7 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
     - Updated weights: each updated parameter is sent once around the ring of ranks that hold the parameter.
     - Dense matrices: if their rows are split (`parallel.dense_shards`), `rows_sent` computes the bytes.
 
-    The numbers of tokens, which the ranks exchange before the rows, are not included.
+    Before the rows, ranks tell each other how many tokens they will send; the bytes of these counts are not included.
     """
     layout, text = config.parallel, job.model.config.text
     tokens, batches = tokens_per_pass(config), micro_batches(config)
@@ -94,10 +94,10 @@ def sent_in_step(config: Config, job: Job, items: Sequence[Item]) -> dict[str, S
 def within_rows(config: Config, job: Job, tokens: int) -> dict[str, Sent]:
     """Compute the bytes that ranks send to the other ranks of their context-parallel group, which share the same rows.
 
-    A rank sends its entries and index keys to all other ranks of the group, with `runtime.gather=packed` as codes and
-    scales; their gradients are sent back in fp32.
-    In every block, a rank sends window keys to the next rank, whose gradients are sent back; recomputation sends the
-    window keys again. The sums of the balance loss are not included.
+    A rank sends its compressed KV entries and index keys to all other ranks of the group (as codes and scales if
+    `runtime.gather=packed`), and the gradients of these entries and keys are sent back in fp32. In every block, a rank
+    sends the keys that the next rank needs for its sliding window, and the gradients of these keys are sent back;
+    recomputation sends the keys again. Bytes for the sums of the balance loss over ranks are not included.
     """
     ranks, text = config.parallel.context_parallel, job.model.config.text
     if ranks == 1:
@@ -122,7 +122,7 @@ def rows_sent(config: Config, items: Sequence[Item], batches: int, width: int) -
     In every micro-batch the matrices are gathered for the forward and for the backward pass of their block, and their
     gradients are summed over the G ranks in fp32. Once per step the gradient sums of all sets of G ranks are added in a
     ring. Gradients and weights are then sent to the ranks that own the optimizer state of the matrices, and the updated
-    rows are sent back to the ranks of the owner's set, and from there around the other sets.
+    rows are sent back to the ranks of the owner's set, which pass them on to the other sets in a ring.
     """
     divided = [item for item in items if item.kept]
     if not divided:
@@ -161,15 +161,15 @@ def _trains(items: Sequence[Item], kind: str) -> bool:
 
 
 def pairs_inside(ranks: int, config: Config) -> float:
-    """Return the share of traffic inside a node if a rank sends equally to all of ``ranks`` consecutive ranks."""
+    """Return the fraction of bytes sent inside a node if a rank sends equally to all of ``ranks`` consecutive ranks."""
     near = min(ranks, config.parallel.hardware.gpus_per_node)
     return 1.0 if near == ranks else (near - 1) / (ranks - 1)
 
 
 def ring_inside(ranks: int, stride: int, config: Config) -> float:
-    """Return the share of traffic inside a node for a ring of ``ranks`` ranks that are ``stride`` apart.
+    """Return the fraction of bytes sent inside a node in a ring of ``ranks`` ranks whose numbers are ``stride`` apart.
 
-    The members of the ring on one node follow each other, so the ring enters and leaves each node once.
+    Ranks on the same node are neighbours in the ring, so the ring enters and leaves each node only once.
     """
     near = min(ranks, max(1, config.parallel.hardware.gpus_per_node // stride))
     return 1.0 if near == ranks else 1 - 1 / near

@@ -43,7 +43,7 @@ def smallest_context(p: ResourcePlan) -> str:
 
 
 def remedy(p: ResourcePlan) -> str:
-    """Return a text for a layout that does not fit, which says which changes would make the job fit."""
+    """Return a text that says, for a layout that does not fit, which changes would make the job fit."""
     lengths = {choice: longest_rows(p, choice) for choice in (False, True)}
     shorter = [
         f"task.seq_len={length} with runtime.recompute={str(choice).lower()}"
@@ -81,8 +81,8 @@ def nearest_layout(p: ResourcePlan) -> tuple[Layout, ResourcePlan] | None:
 
 
 def longest_rows(p: ResourcePlan, recompute: bool) -> int:
-    """Return the largest row length in tokens that fits, or 0 if none fits. The row length of the plan and its
-    successive halves are tried. recompute: whether activations are recomputed.
+    """Return the largest row length in tokens that fits, or 0 if none fits. The function tries the row length of the
+    plan, then half of this length, a quarter, and so on. recompute: whether activations are recomputed.
     """
     config = replace(p.config, runtime=p.config.runtime.recomputing(recompute))
     length = config.task.seq_len
