@@ -18,7 +18,7 @@ checked = 0
 for file in sorted((CONF_DIR / "experiment").glob("*.yaml")):
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         raw = compose("train", overrides=open_overrides([f"experiment={file.stem}"]))
-    if raw.init_from is not None:  # looking into a checkpoint takes torch
+    if raw.init_from is not None or raw.distill_data is not None:  # looking into a checkpoint takes torch
         continue
     checked += 1
     try:

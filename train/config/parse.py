@@ -121,10 +121,10 @@ def _with_pretrained(tree: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 def _with_tokenizer_of(tree: dict[str, Any], teacher: Any) -> dict[str, Any]:
     """Return the values with the tokenizer of the teacher, which a student without ``init_from`` uses."""
-    from train.checkpoint.init_from import find_pretrained
-
     data = tree.get("data")
     if isinstance(teacher, str) and isinstance(data, dict) and data.get("tokenizer", "train") == "train":
+        from train.checkpoint.init_from import find_pretrained
+
         with suppress(ValueError):  # the rules of the section refuse what is no checkpoint
             data["tokenizer"] = str(find_pretrained(teacher).tokenizer)
     return tree
