@@ -40,6 +40,7 @@ def test_what_is_held_out_is_in_no_training_file(modules):
     assert all(line.replace(examples.BLANK, name) in text for line, name in valid)
 
 
+@pytest.mark.slow
 def test_digits_are_conversations_with_images(tmp_path, tokenizer):
     done = subprocess.run(
         [sys.executable, "-m", "data.examples", "digits", str(tmp_path)], capture_output=True, text=True, check=True

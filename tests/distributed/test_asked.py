@@ -14,6 +14,7 @@ from train.distributed.world import World
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(corpus: Path) -> None:
     likelihoods, answers = asked.asked(World(torch.device("cpu")), 1, corpus)
     with Group(2, ["tests/distributed/asked.py", str(corpus), "1", "2"], corpus / "asked") as group:

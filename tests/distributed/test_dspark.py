@@ -48,6 +48,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "export" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(corpus: Path, tmp_path: Path) -> None:
     """Three steps on two, then two more on one that continues; and five on one."""
     common = settings(corpus, tmp_path)

@@ -115,6 +115,7 @@ def lone(tmp_path: Path):
         program.kill()
 
 
+@pytest.mark.slow
 def test_where_processes_cannot_meet_is_refused_in_one_line(lone) -> None:
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])

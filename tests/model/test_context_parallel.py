@@ -340,6 +340,7 @@ def golden(rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_golden_cases() -> None:
     """In chunks on two ranks against two other implementations, by the rules of test_golden.py for plain runs."""
     for name, one, other in zip(GOLDEN, *processes.run(2, golden), strict=True):

@@ -125,6 +125,7 @@ def spread(rank: int) -> Counter[str]:
     return micro_batch(Parallel(ranks_of(2), ranks_of(2))).waited
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_expert_exchange_waits_for_its_counts_alone() -> None:
     """Once in the forward of every layer; recomputation uses them again."""

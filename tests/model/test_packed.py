@@ -224,6 +224,7 @@ def spread(rank: int, folder: str) -> list[Tensor]:
         return [one(ids).logits for one in built]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_split_over_processes(tmp_path: Path) -> None:
     for packed, plain, host in processes.run(2, spread, str(folder_of(tmp_path, **ENGRAM))):

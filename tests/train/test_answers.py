@@ -120,6 +120,7 @@ def test_every_answer_is_what_the_model_says(make, chats: Path, origin: Path, tm
     assert complete > 24, "most conversations have two complete answers"
 
 
+@pytest.mark.slow
 def test_a_stopped_generation_goes_on(make, tmp_path: Path, monkeypatch, no_rounding) -> None:  # noqa: F811
     """Also inside a line; and nothing is generated twice."""
     build(make(f"data.cache_dir={tmp_path}/whole"))

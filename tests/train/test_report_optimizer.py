@@ -162,6 +162,7 @@ def test_without_whole_counts_unequal_micro_batches_are_off(settings, tmp_path: 
     assert abs(found[1] - whole) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_the_rates_of_its_schedule(settings, tmp_path: Path) -> None:
     rows = uneven(build(settings))
     options = dict(lr_scheduler_type="linear", save_strategy="steps", save_steps=2)

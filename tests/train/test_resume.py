@@ -148,6 +148,7 @@ def test_longer_rows_begin_and_resume_at_the_same_token(make_config, monkeypatch
     ]
 
 
+@pytest.mark.slow
 def test_signals_save_first_and_the_run_continues(make_config, whole: Config, monkeypatch) -> None:
     config = make_config("name=parts")
     for step, number in ((1, signal.SIGUSR1), (3, signal.SIGTERM), (4, signal.SIGINT)):
@@ -240,6 +241,7 @@ def swap(first: Path, second: Path) -> None:
     spare.rename(second)
 
 
+@pytest.mark.slow
 def test_moved_data_continues_and_other_data_is_refused(
     make_config, whole: Config, corpus: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def moved_by_a_step(run: Run, tokens: int) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", ["report", "adamw"])
 def test_the_tower_waits_for_the_decay(make_config, rules: str) -> None:
     run = build(make_config(*DIGITS, f"optim={rules}"))

@@ -184,6 +184,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, room: int) -> Non
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_process_that_dies_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
     save(tmp_path, 1)
     script = (

@@ -19,6 +19,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from omegaconf import OmegaConf
+from setuptools import find_namespace_packages
 
 from data import DataConfig
 from model import DraftObjective, ForwardOptions, LossWeights, ModelConfig, TextConfig
@@ -181,10 +182,12 @@ def test_dense_matrices_are_divided_only_where_they_can_be(compose_raw, override
     assert message in str(refused.value)
 
 
-def test_every_folder_of_the_configuration_is_packaged() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
-    folders = {path.parent.relative_to(ROOT) for path in CONF_DIR.rglob("*.yaml")}
-    assert {".".join(folder.parts) for folder in folders} == {name for name in listed if name.split(".")[0] == "conf"}
+def test_every_folder_with_code_or_configuration_is_packaged() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packaged = find_namespace_packages(str(ROOT), include=setup["packages"]["find"]["include"])
+    files = [path for top in ("train", "model", "optim", "data") for path in (ROOT / top).rglob("*.py")]
+    folders = {path.parent.relative_to(ROOT) for path in (*files, *CONF_DIR.rglob("*.yaml"))}
+    assert {".".join(folder.parts) for folder in folders} == set(packaged)
 
 
 def test_rules_between_keys_are_checked_beside_single_mistakes(compose_raw) -> None:

@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from data.chat.prompt import prompt_ids
@@ -17,6 +18,7 @@ from train.evaluation.exact_match import ExactMatch, most_frequent
 from train.tasks.sample import sample
 
 
+@pytest.mark.slow
 def test_a_pass_counts_what_greedy_decoding_writes(no_rounding, make_sft, tmp_path) -> None:  # noqa: F811
     """On a question that a short training answers always the same way: sometimes right, sometimes wrong."""
     answers = {f"{n} + 1": "It is odd." if n % 3 else "It is even." for n in range(60)}

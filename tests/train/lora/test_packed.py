@@ -53,6 +53,7 @@ def losses(config: Config) -> list[float]:
     return [value for line in lines for key, value in json.loads(line).items() if key in ("loss", "grad_norm")]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_packed_weights_is_the_one_on_their_values(make) -> None:
     packed, values = (make(f"name={kind}", f"runtime.frozen={kind}") for kind in ("packed", "values"))
     for config in (packed, values):

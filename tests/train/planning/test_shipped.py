@@ -74,6 +74,7 @@ def released(compose_raw: Callable) -> dict:
     return parse(compose_raw("task=plan", "model=v41_flash")).model
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_released_model_fits_a_node(planned: Callable) -> None:
     given = ("model=v41_flash", "parallel=node", "lora=all", "task.seq_len=32768")
     p = planned(*given)

@@ -71,6 +71,7 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_one_teacher_is_in_memory_at_a_time(make_policy, teachers, quick_collections) -> None:
     policy = make_policy(teachers)
     scored = score(policy.collector.collect(), None, [20, 80])

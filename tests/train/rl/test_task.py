@@ -139,6 +139,7 @@ def test_stale_beginnings_do_not_move_the_end_of_the_prompt(no_rounding, make_po
         assert ((seen - batch["old_log_probs"])[batch["labels"] >= 0].abs() < 1e-4).all()
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_measures_and_changes_the_policy(make_rl) -> None:
     config = make_rl("checkpoint.export=plain", "rl.loss.kl=0.01")
     rl.run(config)

@@ -216,6 +216,7 @@ def test_terms_of_the_loss_can_be_left_out(make) -> None:
 # --- conversations and images
 
 
+@pytest.mark.slow
 def test_on_conversations_drafts_begin_in_answers(make, tmp_path: Path) -> None:
     chats = write_chats(tmp_path, 60)
     data = (

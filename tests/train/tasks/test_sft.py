@@ -124,6 +124,7 @@ def test_pre_training_continues_from_a_quantised_checkpoint(make_config, base: C
     assert record["loss"] == evaluate(run)["loss"]
 
 
+@pytest.mark.slow
 def test_resuming_does_not_begin_again(make_sft, base: Config, tmp_path: Path) -> None:
     """Nor does it where the checkpoint has another name by then."""
     renamed = shutil.copytree(base.run_dir / "export", tmp_path / "renamed")
