@@ -52,8 +52,8 @@ LAYOUTS = {
     "4 processes, rows split over 2 or 4": (
         4,
         [
-            *["passes@1c2", "long@1c2", "plain@2c2", "long@2c2", "long@1d4c2", "images@2c2"],
-            *["plain@1c4", "long@1c4", "plain@4c4", "long@4c4", "long@4d2c4", "images@4c4", "defaults@4c4"],
+            *["passes@1c2", "long@1c2", "plain@2c2", "long@2c2"],
+            *["long@1c4", "plain@4c4", "long@4c4", "long@4d2c4", "images@4c4", "defaults@4c4"],
         ],
     ),
 }
