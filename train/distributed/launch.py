@@ -36,8 +36,6 @@ def launch(layout: ParallelConfig, stacks: Path | None = None) -> World:
     """
     start = StartTimes()
     start.mark("imports")
-    start = StartTimes()
-    start.mark("imports")
     process = find_process()
     if process.size != layout.world_size:
         raise ConfigError([_mismatch(layout, process)])

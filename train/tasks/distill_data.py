@@ -44,7 +44,7 @@ def run(config: Config) -> None:
     """
     with run_session(config) as (world, folder, changes):
         with user_errors():
-            objects = build(config, world)
+            objects = build(config, world, draw=folder is None and config.init_from is None)
             teacher = Teacher(objects)
             state = objects.resume(folder) if folder else begin(objects)
         with run_logger(objects, state, folder, changes, DistillationReporter) as reporter:
