@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from data.collate import Batch
     from data.config import DataConfig
     from data.errors import DataError, NetworkError
-    from data.loader import TrainLoader, ValidationLoader, merge_positions
+    from data.lanes import merge_positions
+    from data.loader import TrainLoader, ValidationLoader
     from data.tokenizer import SpecialIds, special_ids
     from data.windows import Stats
 
@@ -59,7 +60,7 @@ _HOME = {
     "ValidationLoader": "data.loader",
     "build_loaders": "data.build",
     "load_tokenizer": "data.build",
-    "merge_positions": "data.loader",
+    "merge_positions": "data.lanes",
     "special_ids": "data.tokenizer",
 }
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -25,27 +25,12 @@ from data.document import WHOLE, Reading, Share, SharedSource, Source
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings
 from data.lanes import OPEN_LANES, LaneRows, MakeReader, window_tokens
-from data.loader import MixedValidation, TrainLoader, ValidationLoader
+from data.loader import MixedValidation, Once, TrainLoader, ValidationLoader, in_this_process
 from data.open import open_sources
 from data.rows import MixedRows, RowReader
 from data.tokenizer import SpecialIds, cached_tokenizer, identity, read_tokenizer, special_ids
 from data.tokens import Encoder, TokenStore, file_sizes, tokenised
 from data.windows import PackingWindow, Stats, StoredWindows, StreamedWindows, whole_split
-
-T = TypeVar("T")
-
-
-class Once(Protocol):
-    """A function that calls its argument in one process of the run and returns the result in every process. A call
-    through `Once` keeps the processes from all reading the same data.
-    """
-
-    def __call__(self, make: Callable[[], T], /) -> T: ...
-
-
-def in_this_process(make: Callable[[], T]) -> T:
-    """Call `make` and return its result: the `Once` of a run that has a single process."""
-    return make()
 
 
 def load_tokenizer(cfg: DataConfig, once: Once = in_this_process) -> Tokenizer:

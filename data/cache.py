@@ -36,17 +36,30 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def cached_text(path: Path, make: Callable[[], str]) -> str:
-    """The text of a small cache file. If the file does not exist, one process makes the text while others wait.
+def make_once(path: Path, make: Callable[[], None]) -> None:
+    """Call `make`, which creates the cache entry `path`, if the entry does not exist. One process makes the entry while
+    the others wait; a complete entry is not locked.
 
-    Raises `DataError` if the file cannot be written.
+    Raises `DataError` if the lock file cannot be written.
     """
     if not path.exists():
         with locked(path):
             if not path.exists():
-                text = make()
-                with atomic_file(path) as temporary:
-                    temporary.write_text(text, encoding="utf-8")
+                make()
+
+
+def cached_text(path: Path, make: Callable[[], str]) -> str:
+    """The text of a small cache file, which `make` returns if the file does not exist.
+
+    Raises `DataError` if the file cannot be written.
+    """
+
+    def write() -> None:
+        text = make()
+        with atomic_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    make_once(path, write)
     return path.read_text(encoding="utf-8")
 
 

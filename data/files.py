@@ -59,6 +59,11 @@ class File:
     path: Path
     name: str
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file; 0 if it is missing."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
 
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
     """All files that the paths name, sorted and without duplicates.
@@ -90,7 +95,7 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[File]:
 
 def total_bytes(files: Iterable[File]) -> int:
     """The total size of all files in bytes; a missing file counts as 0."""
-    return sum(file.path.stat().st_size for file in files if file.path.is_file())
+    return sum(file.num_bytes for file in files)
 
 
 def suffix_of(path: Path) -> str:

@@ -170,8 +170,8 @@ class LaneRows:
             rows.load_state_dict(positions[lane])
 
 
-def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the `state_dict` of every rank into the position of the whole run."""
+def merge_positions(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The position that every rank can resume from, given the `TrainLoader.state_dict` of every rank."""
     if "lanes" not in states[0]:
         return states[0]
     positions = {lane: position for state in states for lane, position in state["positions"].items()}

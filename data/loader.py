@@ -12,19 +12,33 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from data.collate import Batch, Collator
-from data.lanes import LaneRows, merged
+from data.lanes import LaneRows
 from data.progress import progress
 from data.rows import MixedRows, MixedStats, RowReader
 from data.tokenizer import SpecialIds
 from data.windows import PackingWindow, Stats, random_stream
 
 Finished = TypeVar("Finished")
+T = TypeVar("T")
+
+
+class Once(Protocol):
+    """A function that calls its argument in one process of the run and returns the result in every process. A call
+    through `Once` keeps the processes from all reading the same data.
+    """
+
+    def __call__(self, make: Callable[[], T], /) -> T: ...
+
+
+def in_this_process(make: Callable[[], T]) -> T:
+    """Call `make` and return its result: the `Once` of a run that has a single process."""
+    return make()
 
 
 class _Place(NamedTuple):
@@ -132,9 +146,9 @@ class TrainLoader:
         return _Place(self.rows.state_dict(), progress, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data as JSON-compatible values, which `merge_positions` completes if there are
-        several ranks. A saved position remains valid if the batch size, the length of rows (`train_seq_len` of
-        `build_loaders`) or the number of ranks changes.
+        """The position in the training data as JSON-compatible values; if there are several ranks,
+        `data.lanes.merge_positions` combines those of all. A saved position remains valid if the batch size, the
+        length of rows (`train_seq_len` of `build_loaders`) or the number of ranks changes.
         """
         return self._place().position | {"fingerprint": dict(self.fingerprint)}
 
@@ -156,11 +170,6 @@ class TrainLoader:
         self._handed_out = None
 
 
-def merge_positions(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The position that every rank can resume from, given the `TrainLoader.state_dict` of every rank."""
-    return merged(states)
-
-
 class ValidationLoader:
     """The held-out batches (see `Collator`). The set of batches is finite, and is the same in every pass and for every
     training seed.
@@ -171,7 +180,7 @@ class ValidationLoader:
     Args:
         held_out: all held-out rows.
         limit: the number of held-out rows to use, which are drawn with a fixed seed. 0 means all.
-        once: calls a function in one process of the run and returns the result in all of them.
+        once: see `Once`.
 
     Attributes:
         target_tokens: the number of supervised tokens in the batches of all ranks.
@@ -186,7 +195,7 @@ class ValidationLoader:
         row_group: int,
         row_groups: int,
         limit: int = 0,
-        once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+        once: Once = in_this_process,
     ):
         store, rows = held_out.store, held_out.rows
         rows = rows.reordered(random_stream(0).permutation(len(rows))[: limit or len(rows)])

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.document import WHOLE, Share, kind_of
 from data.errors import BadRecordPolicy, DataError
@@ -48,7 +48,7 @@ class Item:
 
 
 def read_records(
-    path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share = WHOLE
+    path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, part: Part | None = None
 ) -> Iterator[Item]:
     """Yield the records of a file, or of a share of it, from the place `start` on; the place () is the beginning of the
     file. For a record that cannot be read, the `Item` holds the error.
@@ -61,7 +61,7 @@ def read_records(
     at all.
     """
     try:
-        yield from _reader(path)(path, start, policy, columns, share)
+        yield from _reader(path)(path, start, policy, columns, part or part_of(path, WHOLE))
     except UNPACKING_ERRORS as error:
         raise DataError(str(path), 0, "unreadable file", getattr(error, "strerror", None) or str(error)) from None
 
@@ -75,38 +75,36 @@ def _reader(path: Path) -> Callable[..., Iterator[Item]]:
     return _parquet if begin.startswith(b"PAR1") else _arrow if begin == b"ARROW1" else _lines
 
 
-def name_of(path: Path, share: Share) -> str:
-    """The name of a file in error messages. If lines are numbered from the beginning of a share, the name says where
-    the share begins.
+class Part(NamedTuple):
+    """One share of a file. begin, end: of a file of lines the first byte of the share, and the byte after the share
+    (None: lines are not divided by bytes); line: the number of lines before the share, 0 if they are not counted.
     """
-    begin, _, line = _range(path, share)
-    return _named(path, begin, line)
+
+    share: Share
+    begin: int
+    end: int | None
+    line: int
+    name: str  # of the file in error messages; if the lines before the share are not counted, it says where that begins
 
 
-def _named(path: Path, begin: int, line: int) -> str:
-    return f"{path} from byte {begin}" if begin and line == 0 else str(path)
-
-
-def _range(path: Path, share: Share) -> tuple[int, int | None, int]:
-    """The first byte of a share of a file of lines, the byte after the share (None for the end of the file), and the
-    number of lines before the share: 0 if the share is not a range of bytes, or begins after COUNTED_BYTES.
-    """
+def part_of(path: Path, share: Share) -> Part:
+    """Find where a share of a file lies. Lines before a share are counted if they have at most COUNTED_BYTES bytes."""
     if share == WHOLE or _reader(path) is not _lines or is_packed(path):
-        return 0, None, 0
+        return Part(share, 0, None, 0, str(path))
     begin, end = lines_of_share(path, share)
-    return begin, end, count_lines(path, begin) if begin <= COUNTED_BYTES else 0
+    line = count_lines(path, begin) if begin <= COUNTED_BYTES else 0
+    return Part(share, begin, end, line, f"{path} from byte {begin}" if begin and line == 0 else str(path))
 
 
-def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
+def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, part: Part) -> Iterator[Item]:
     """Read a file with one JSON object per line. Only \\n ends a line, because other line separators such as U+2028 are
     ordinary characters in JSON strings.
 
     A place is a tuple (byte offset of the next line in the uncompressed file, number of lines before it).
     """
-    index, count = share
-    begin, end, first_line = _range(path, share)
-    name, every = _named(path, begin, first_line), count if end is None else 1
-    offset, line = start or (begin, first_line)
+    (index, count), end = part.share, part.end
+    every = count if end is None else 1
+    offset, line = start or (part.begin, part.line)
     with open_unpacked(path) as file:
         file.seek(offset) if file.seekable() else skip_bytes(file, offset)
         empty = not offset and not index
@@ -118,7 +116,7 @@ def _lines(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, 
             if every > 1 and (line - 1) % every != index:
                 continue
             try:
-                record = _parsed(raw, name, line, policy)
+                record = _parsed(raw, part.name, line, policy)
             except DataError as error:
                 record = error
             yield Item(record, line, before, (offset, line))
@@ -136,7 +134,7 @@ def _parsed(raw: bytes, name: str, line: int, policy: BadRecordPolicy) -> Any:
         raise DataError(name, line, "invalid JSON", str(error)) from None
 
 
-def _part(number: int, start: Place, share: Share) -> tuple[int, int]:
+def _rows_of(number: int, start: Place, share: Share) -> tuple[int, int]:
     """The index of the first record to read, and the index after the last one. The records to read are those of a share
     of a file with `number` records, without the records before the place `start`.
     """
@@ -144,12 +142,12 @@ def _part(number: int, start: Place, share: Share) -> tuple[int, int]:
     return max(number * index // count, start[0] if start else 0), number * (index + 1) // count
 
 
-def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
+def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, part: Part) -> Iterator[Item]:
     """Read a JSON file that holds a list of records, a single record, or one record per line. The place of
     a record is a tuple (number of records before it,).
     """
     if len(start) == 2:
-        yield from _lines(path, start, policy, columns, share)
+        yield from _lines(path, start, policy, columns, part)
         return
     with open_unpacked(path) as file:
         text = decode(file.read(), str(path), policy)
@@ -160,7 +158,7 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, s
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Extra data"):
             raise DataError(str(path), error.lineno, "invalid JSON", str(error)) from None
-        yield from _lines(path, (), policy, columns, share)  # the file holds several JSON values, one on each line
+        yield from _lines(path, (), policy, columns, part)  # the file holds several JSON values, one on each line
         return
     except (ValueError, RecursionError) as error:
         raise DataError(str(path), 0, "invalid JSON", str(error)) from None
@@ -169,11 +167,11 @@ def _json(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, s
     records = [records] if isinstance(records, dict) else records
     if not records:
         raise DataError(str(path), 0, "empty file")
-    for number in range(*_part(len(records), start, share)):
+    for number in range(*_rows_of(len(records), start, part.share)):
         yield Item(records[number], number + 1, (number,), (number + 1,))
 
 
-def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
+def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, part: Part) -> Iterator[Item]:
     """Read a Parquet file. The place of a record is a tuple (number of rows before the record,). Row groups without a
     row to read are skipped.
     """
@@ -185,7 +183,7 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
             names = list(columns(file.schema_arrow.names))
             if not file.metadata.num_rows:
                 raise DataError(str(path), 0, "empty file")
-            row, (first, end) = 0, _part(file.metadata.num_rows, start, share)
+            row, (first, end) = 0, _rows_of(file.metadata.num_rows, start, part.share)
             for group in range(file.metadata.num_row_groups):
                 size = file.metadata.row_group(group).num_rows
                 if row + size <= first:
@@ -200,7 +198,7 @@ def _parquet(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns
         raise DataError(str(path), 0, "invalid Parquet", str(error).splitlines()[0]) from None
 
 
-def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, share: Share) -> Iterator[Item]:
+def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, part: Part) -> Iterator[Item]:
     """Read an Arrow file, or an Arrow stream such as the `datasets` library writes. The place of a record is a tuple
     (number of rows before the record,).
     """
@@ -216,7 +214,7 @@ def _arrow(path: Path, start: Place, policy: BadRecordPolicy, columns: Columns, 
                 reader = batches = pyarrow.ipc.open_stream(file)
             names = list(columns(reader.schema.names))
             row, stored = 0, list(batches)  # not copied, because the file is mapped into memory
-            first, end = _part(sum(map(len, stored)), start, share)
+            first, end = _rows_of(sum(map(len, stored)), start, part.share)
             for batch in stored:
                 yield from _rows(batch.select(names), path, row, first, end)
                 row += len(batch)

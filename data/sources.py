@@ -32,7 +32,7 @@ from data.document import (
 from data.errors import BadRecordPolicy, DataError
 from data.files import UNPACKING_ERRORS, File, deal_files, decode, files_hash, open_unpacked
 from data.network import Tries, passes
-from data.records import Item, name_of, read_records, without_nulls
+from data.records import Item, part_of, read_records, without_nulls
 
 TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 
@@ -62,8 +62,7 @@ class FileSource:
         """Map the index of each file that belongs to this share to the part of the file that belongs to it."""
         if self.own == WHOLE:
             return dict.fromkeys(range(len(self.files)), WHOLE)
-        sizes = [file.path.stat().st_size if file.path.is_file() else 0 for file in self.files]
-        return deal_files(sizes, self.own, self.divisible)
+        return deal_files([file.num_bytes for file in self.files], self.own, self.divisible)
 
     def identity(self, content: bool = True) -> str:
         """Returns a hash of the name of the source's class, of the field, and of the name and content of each file.
@@ -180,13 +179,13 @@ class RecordFiles(FileSource, _Records):
                 start, done = [], 0
             path = self.files[index].path
             try:
-                items = read_records(path, tuple(start), policy, partial(self.columns, str(path)), share)
-                yield from self._within(_numbered(index, items), name_of(path, share), policy, done)
+                part = part_of(path, share)
+                items = read_records(path, tuple(start), policy, partial(self.columns, str(path)), part)
+                yield from self._within(_numbered(index, items), part.name, policy, done)
             except OSError as error:
                 policy.report(DataError(str(path), 0, "unreadable file", error.strerror or str(error)))
             except DataError as error:
                 policy.report(error)
-            start, done = [], 0
 
 
 def _numbered(index: int, items: Iterable[Item]) -> Iterator[tuple[Any, int, list, Callable[[], list]]]:

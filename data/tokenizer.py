@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.cache import atomic_file, locked
+from data.cache import atomic_file, make_once
 from data.errors import DataError
 from data.progress import Advance, progress
 
@@ -122,14 +122,15 @@ def cached_tokenizer(
     """
     key = repr((VERSION, TRAINING_BYTES, texts_id, vocab_size, on_error, PIECES, CONTROL_TOKENS))
     path = folder / f"tokenizer-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
-    if not path.exists():  # nobody takes the lock of a complete entry
-        with locked(path):
-            if not path.exists():
-                log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
-                with progress("reading text for the tokenizer", min(num_bytes, TRAINING_BYTES)) as advance:
-                    tokenizer = train_tokenizer(_head(texts, advance), vocab_size)
-                with atomic_file(path) as temporary:
-                    tokenizer.save(str(temporary))
+
+    def write() -> None:
+        log.info("training a tokenizer with %d tokens; it will be cached in %s", vocab_size, path)
+        with progress("reading text for the tokenizer", min(num_bytes, TRAINING_BYTES)) as advance:
+            tokenizer = train_tokenizer(_head(texts, advance), vocab_size)
+        with atomic_file(path) as temporary:
+            tokenizer.save(str(temporary))
+
+    make_once(path, write)
     return guard(Tokenizer.from_file(str(path)), str(path))
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from data.cache import atomic_folder, locked
+from data.cache import atomic_folder, make_once
 from data.document import Control, Document, FilePart, Picture, Source, Tokens
 from data.errors import BadRecordPolicy, DataError
 from data.images import VisionSettings, load_picture, plan_grid
@@ -283,12 +283,13 @@ def tokenised(source: Source, source_id: str, encoder: Encoder, on_error: str, f
     if encoder.vision is not None:  # images are named by path, and their size in tokens follows from the settings
         known += f" {encoder.seq_len} {encoder.vision} {[str(Path(file).resolve()) for file in file_sizes(source)]}"
     path = folder / f"tokens-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
-    if not path.exists():  # nobody takes the lock of a complete entry
-        with locked(path):
-            if not path.exists():
-                log.info("tokenising documents into the cache %s", path)
-                with atomic_folder(path) as temporary:
-                    _write(source, encoder, BadRecordPolicy(on_error), temporary)
+
+    def write() -> None:
+        log.info("tokenising documents into the cache %s", path)
+        with atomic_folder(path) as temporary:
+            _write(source, encoder, BadRecordPolicy(on_error), temporary)
+
+    make_once(path, write)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     return TokenStore(
         tokens=_map(path / "tokens.bin", encoder.dtype),
@@ -375,7 +376,7 @@ def documents_of(source: Source, policy: BadRecordPolicy) -> Iterator[Iterator[D
 def file_sizes(source: Source) -> dict[str, int]:
     """The size in bytes of each file of a source, by the name in `Document.file`; empty for sources without files."""
     files = getattr(getattr(source, "source", source), "files", ())
-    return {str(file.path): file.path.stat().st_size for file in files if file.path.is_file()}
+    return {str(file.path): file.num_bytes for file in files if file.path.is_file()}
 
 
 def _records(source: Source) -> int:

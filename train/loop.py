@@ -299,14 +299,14 @@ def pretrain_record(
 ) -> dict[str, Any]:
     """Add a finished step to the counters in ``state`` and return the step's record for the log."""
     common, targets = advance_counters(run, state, numbers, waited, started), int(numbers["supervised"])
+    # Conversations can be cut so short that no target token is left.
+    loss = float(numbers["lm_sum"]) / targets if targets else None
     return {
         **common,
-        "loss": float(numbers["lm_sum"]) / targets
-        if targets
-        else None,  # None: conversations were cut so short that no target token is left
+        "loss": loss,
         "total_loss": float(numbers["total"]),
         **layer_record(numbers),
-        **({"sources": sources} if (sources := run.train_batches.sources(numbers.get("source_counts"))) else {}),
+        **source_record(run, numbers),
         **({"seq_len": run.train_batches.seq_len} if run.config.task.length_schedule else {}),
     }
 
@@ -334,6 +334,14 @@ def advance_counters(
         "memory_gib": memory_gib(run.device),
         "stop": bool(numbers["stop"]),  # for ``over_batches``, which takes it out
     }
+
+
+def source_record(run: Run, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return what has been read of each source of a mixture, from the numbers of ``train_step``; empty without a
+    mixture.
+    """
+    sources = run.train_batches.sources(numbers.get("source_counts"))
+    return {"sources": sources} if sources else {}
 
 
 def layer_record(numbers: dict[str, Any]) -> dict[str, Any]:

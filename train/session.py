@@ -1,13 +1,13 @@
 """Start and end of a run, shared by all tasks: its processes, its directory, its log and its export.
 
 A task enters ``run_session`` and builds its objects. It resumes from the checkpoint that was found or calls ``begin``,
-then trains inside ``run_logger``. At the end it calls ``report_files``.
+then trains inside ``run_logger``. At the end it calls ``report_end``.
 """
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -161,11 +161,17 @@ def memory_lines(ranks: list[dict[str, int]], most: int = 8) -> list[str]:
     ]
 
 
-def report_files(run: Run, reporter: Reporter, drafter: Drafter | None = None) -> None:
-    """Export the model of the finished run if the configuration asks for it, and log which files the run wrote.
+def report_end(
+    run: Run, state: TrainerState, reporter: Reporter, results: Iterable[str] = (), drafter: Drafter | None = None
+) -> None:
+    """Log what the finished run trained, the lines `results` and the files that the run wrote, and export the model if
+    the configuration asks for it.
 
     drafter: a drafter that was trained along with the model, to be exported together with the model.
     """
+    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    for line in results:
+        reporter.log(line)
     directory = run.config.run_dir
     reporter.log(f"checkpoint: {run_state.latest(directory / 'checkpoints')}")
     if run.config.lora.on:

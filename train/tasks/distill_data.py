@@ -20,9 +20,9 @@ from train.config.schema import Config
 from train.errors import user_errors
 from train.evaluation.evaluate import evaluate
 from train.logging.log import Reporter
-from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
+from train.loop import advance_counters, layer_record, over_batches, repeat, source_record, train_step
 from train.rl.batch import add_sums
-from train.session import begin, report_files, run_logger, run_session
+from train.session import begin, report_end, run_logger, run_session
 from train.teacher import Teacher
 
 
@@ -86,7 +86,7 @@ def step(
         "kl": kl / targets,
         "total_loss": float(numbers["total"]),
         **layer_record(numbers),
-        **({"sources": sources} if (sources := run.train_batches.sources(numbers.get("source_counts"))) else {}),
+        **source_record(run, numbers),
     }
 
 
@@ -95,9 +95,8 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     reporter.stop_bar()
-    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    reporter.log(
+    result = (
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"final {last['bits_per_byte']:.4f} bits per byte"
     )
-    report_files(run, reporter)
+    report_end(run, state, reporter, [result])

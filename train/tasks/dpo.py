@@ -26,7 +26,7 @@ from train.logging.log import Reporter
 from train.loop import advance_counters, layer_record, over_batches, repeat, train_step
 from train.rl.batch import add_sums
 from train.rl.reference import BaseModel, Copy, Reference, load_frozen
-from train.session import begin, report_files, run_logger, run_session
+from train.session import begin, report_end, run_logger, run_session
 
 
 def run(config: Config) -> None:
@@ -98,9 +98,8 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     reporter.stop_bar()
-    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    reporter.log(
+    result = (
         f"held-out pairs: first loss {first['loss']:.4f}, final loss {last['loss']:.4f}; the chosen answer has the "
         f"higher reward in {last['accuracy']:.1%} of {last['pairs']} pairs; mean margin {last['margin']:.3f}"
     )
-    report_files(run, reporter)
+    report_end(run, state, reporter, [result])

@@ -21,7 +21,7 @@ from train.dspark.log import DrafterReporter
 from train.errors import user_errors
 from train.logging.log import Reporter
 from train.loop import advance_counters, over_batches, repeat, train_step
-from train.session import begin, report_files, run_logger, run_session
+from train.session import begin, report_end, run_logger, run_session
 
 
 def run(config: Config) -> None:
@@ -78,10 +78,9 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
     first, last = state.first_valid, state.last_valid
     assert first is not None and last is not None
     reporter.stop_bar()
-    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     alpha = ", ".join(f"{value:.3f}" if value is not None else "-" for value in last["alpha"])
-    reporter.log(
+    result = (
         f"expected accepted length on held-out rows: first {first['tau']:.3f} final {last['tau']:.3f} tokens per "
         f"block; acceptance by slot {alpha}; calibration error {last['ece']:.3f}"
     )
-    report_files(run, reporter)
+    report_end(run, state, reporter, [result])

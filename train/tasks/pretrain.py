@@ -16,7 +16,7 @@ from train.errors import user_errors
 from train.evaluation.exact_match import most_frequent
 from train.logging.log import Reporter
 from train.loop import train
-from train.session import begin, report_files, run_logger, run_session
+from train.session import begin, report_end, run_logger, run_session
 from train.tasks.sample import sample
 
 
@@ -56,18 +56,17 @@ def _summarise(run: Run, state: TrainerState, reporter: Reporter) -> None:
         )
         shown = f"is answered\n{text}" if task.kind == "sft" else f"continues\n{task.sample_prompt}{text}"
         reporter.log(f"sample: {task.sample_prompt!r} {shown}\n" + "-" * width)
-    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    reporter.log(
+    results = [
         f"validation loss: first {first['loss']:.4f} final {last['loss']:.4f} nats per token, "
         f"ratio {last['loss'] / first['loss']:.1%}, final {last['bits_per_byte']:.4f} bits per byte"
-    )
+    ]
     if "exact_match" in last:
         share, answer = most_frequent(run.valid_batches)
         always = run.tokenizer.decode(answer.tolist())
         reached = f"first {first['exact_match']:.1%} final {last['exact_match']:.1%} of {last['answers']}"
         baseline = f"always answering {always!r} would reach {share:.1%}"
-        reporter.log(f"held-out answers that are right in every token: {reached}; {baseline}")
-    report_files(run, reporter)
+        results.append(f"held-out answers that are right in every token: {reached}; {baseline}")
+    report_end(run, state, reporter, results)
 
 
 def _prompt(run: Run) -> list[int]:

@@ -48,7 +48,7 @@ from train.rl.rewards.pool import Rewards
 from train.rl.rollout.base import LocalRollout, Rollout
 from train.rl.rollout.http import HttpRollout, Limits
 from train.rl.rollout.servers import Servers
-from train.session import begin, report_files, run_logger, run_session
+from train.session import begin, report_end, run_logger, run_session
 
 NAME = re.compile(r"step-(\d{8,})\.(rank-\d+\.pt|json)")
 
@@ -448,5 +448,4 @@ def _summarise(policy: Policy, state: TrainerState, reporter: Reporter) -> None:
     reporter.stop_bar()
     assert state.first_valid is not None and state.last_valid is not None
     reporter.log(table(state.first_valid, state.last_valid))
-    reporter.log(f"trained {state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
-    report_files(policy.run, reporter, None if policy.drafter is None else policy.drafter.drafter)
+    report_end(policy.run, state, reporter, drafter=None if policy.drafter is None else policy.drafter.drafter)
