@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from model import DeepseekV41, ModelConfig, cross_entropy_sum, forward_kl
+from model import DeepseekV41, cross_entropy_sum, forward_kl
 from train.build import Batch, Run
-from train.checkpoint.init_from import Pretrained, find_pretrained
 from train.config.distill_data import DistillDataConfig
-from train.config.problems import ConfigError, problem
-from train.rl.reference import load_teacher
+from train.rl.reference import check_teacher, load_teacher
 
 
 class TextObjective:
@@ -56,10 +52,7 @@ class Teacher:
         assert run.config.distill_data is not None
         self.run, self.settings = run, run.config.distill_data
         self.model: DeepseekV41 | None = None
-        origin = find_pretrained(self.settings.teacher)
-        if rule := vocabulary_problem(run, origin):
-            remedy = "Use a teacher with the student's tokenizer and vocabulary size"
-            raise ConfigError([problem("distill_data.teacher", self.settings.teacher, rule, remedy)])
+        check_teacher(run, "distill_data.teacher", self.settings.teacher, "student")
         if self.settings.weight:
             self.model = load_teacher(run, self.settings.teacher).eval()
 
@@ -90,20 +83,3 @@ class Teacher:
         with torch.no_grad():
             self.model.losses(**inputs, denominators=self.model.loss_denominators(**inputs), objective=keep)
         return TextObjective(self.settings, kept[0])
-
-
-def vocabulary_problem(run: Run, origin: Pretrained) -> str | None:
-    """Say why the checkpoint ``origin`` cannot teach the student: it has another tokenizer or another vocabulary size.
-    Return None if it can.
-    """
-    theirs = Tokenizer.from_file(str(origin.tokenizer))
-    size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
-    if _token_ids(theirs) != _token_ids(run.tokenizer):
-        return f"its tokenizer, {origin.tokenizer}, differs from the student's"
-    return None if size == own else f"its vocabulary has {size} entries, but the student's has {own}"
-
-
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parts of a tokenizer that determine the token ids of a text."""
-    found = json.loads(tokenizer.to_str())
-    return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}

@@ -50,8 +50,13 @@ class Pretrained:
 
         The post-processor is left out, since an exported tokenizer has one and the tokenizer file of a run has none.
         """
-        found = json.loads(self.tokenizer.read_text(encoding="utf-8"))
-        return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+        return token_parts(self.tokenizer.read_text(encoding="utf-8"))
+
+
+def token_parts(tokenizer: str) -> dict[str, Any]:
+    """Return the parts of a tokenizer, given as JSON, that determine the token ids of a text."""
+    found = json.loads(tokenizer)
+    return {key: found.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
 def find_pretrained(name: str) -> Pretrained:

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import DeepseekV41, LossDenominators, Losses, ModelConfig, reverse_kl
+from model import DeepseekV41, LossDenominators, Losses, reverse_kl
 from model.parallel.ranks import Parallel
 from train.build import Run
-from train.checkpoint.init_from import find_pretrained
-from train.config.problems import ConfigError, problem
 from train.rl.batch import INPUTS, Batch, Scored, Shape, add_sums, batches
-from train.rl.reference import load_teacher
+from train.rl.reference import check_teacher, load_teacher
 
 
 class DistillationObjective:
@@ -58,7 +56,7 @@ class Teachers:
         self.run, self.shape = run, shape
         self.names = [str(task.teacher) for task in run.rl.tasks]
         for number, name in enumerate(self.names):
-            _check_vocabulary(run, number, name)
+            check_teacher(run, f"rl.tasks[{number}].teacher", name, "policy")
         self.heads: dict[str, Tensor] = {}  # teacher -> weight of its output head, on the CPU
         self.hidden: list[Tensor] = []  # [B, S, d'] of each batch of the step, on the CPU
         self.current: tuple[str, Tensor] | None = None  # teacher and output head in use, on the device
@@ -146,14 +144,3 @@ class Teachers:
             return found
 
         return losses
-
-
-def _check_vocabulary(run: Run, number: int, name: str) -> None:
-    origin, rule = find_pretrained(name), None
-    size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
-    if origin.tokens() != find_pretrained(run.config.initial_checkpoint).tokens():
-        rule = f"its tokenizer, {origin.tokenizer}, differs from the tokenizer of the policy"
-    elif size != own:
-        rule = f"its vocabulary has {size} entries, but the policy's has {own}"
-    if rule:
-        raise ConfigError([problem(f"rl.tasks[{number}].teacher", name, rule, "Use models with the same tokenizer")])

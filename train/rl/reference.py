@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import DeepseekV41, ForwardOptions, ModelConfig, token_log_probs
@@ -14,7 +15,8 @@ from model.build import allocate_model
 from model.engram import build_token_map
 from model.parallel.ranks import ONE_PROCESS, Parallel
 from train.build import Run
-from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights
+from train.checkpoint.init_from import find_pretrained, frozen_packing, load_pretrained_weights, token_parts
+from train.config.problems import ConfigError, problem
 
 
 class Copy:
@@ -61,6 +63,23 @@ class BaseModel:
 
 
 Reference = Copy | BaseModel
+
+
+def check_teacher(run: Run, key: str, name: str, learner: str) -> None:
+    """Raise ``ConfigError`` if the checkpoint ``name`` has another tokenizer or another vocabulary size than the model
+    that is trained.
+
+    key: the setting that names the checkpoint. learner: the word for the trained model in the message.
+    """
+    origin, rule = find_pretrained(name), None
+    size, own = ModelConfig.from_dict(origin.model).text.vocab_size, run.model_config.text.vocab_size
+    if token_parts(Tokenizer.from_file(str(origin.tokenizer)).to_str()) != token_parts(run.tokenizer.to_str()):
+        rule = f"its tokenizer, {origin.tokenizer}, differs from the tokenizer of the {learner}"
+    elif size != own:
+        rule = f"its vocabulary has {size} entries, but the {learner}'s has {own}"
+    if rule:
+        remedy = f"Use a teacher with the {learner}'s tokenizer and vocabulary size"
+        raise ConfigError([problem(key, name, rule, remedy)])
 
 
 def load_teacher(run: Run, name: str, parallel: Parallel = ONE_PROCESS) -> DeepseekV41:
