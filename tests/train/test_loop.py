@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from threading import current_thread
 
 import pytest
@@ -14,8 +15,10 @@ from tests.model.tiny import no_rounding  # noqa: F401
 from train import loop
 from train.build import Run, build
 from train.checkpoint.run_state import TrainerState
+from train.config.parse import parse
 from train.errors import NonFiniteError
 from train.evaluation.evaluate import evaluate
+from train.tasks import pretrain
 
 
 def step_of(run: Run, step: int = 0) -> dict:
@@ -146,6 +149,25 @@ def test_bits_per_byte_follow_from_nats_and_bytes(make_config) -> None:
     assert result["targets"] == valid.target_tokens
     bits = result["loss"] * valid.target_tokens / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
     assert result["bits_per_byte"] == pytest.approx(bits / valid.target_bytes, rel=1e-6)
+
+
+def test_the_log_has_tokens_epochs_and_loss_of_every_source(
+    compose_raw, overrides, corpus: Path, tmp_path: Path
+) -> None:
+    kept = [text for text in overrides if not text.startswith(("data.source", "data.paths", "data.validation"))]
+    files = f"source: text, paths: ['{corpus}'], validation_paths: ['{corpus}/token.txt'], validation_rows: 4"
+    mixture = f"data.mixture={{a: {{weight: 3, {files}}}, b: {{weight: 1, {files}, streaming: true}}}}"
+    config = parse(compose_raw(*kept, f"output={tmp_path}", mixture))
+    pretrain.run(config)
+    records = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained, valid = ([r for r in records if r["kind"] == kind] for kind in ("train", "valid"))
+    for record in trained:
+        sources = record["sources"]
+        assert sum(source["tokens"] for source in sources.values()) == record["tokens"]
+        assert sum(source["rows"] for source in sources.values()) == 4 * record["step"]
+    assert trained[-1]["sources"]["a"]["tokens"] > trained[-1]["sources"]["b"]["tokens"] > 0
+    assert all(0 <= source["epochs"] < 1 for source in trained[-1]["sources"].values())
+    assert all(4 < source["loss"] < 8 for record in valid for source in record["sources"].values())
 
 
 def test_a_step_without_targets_reports_numbers_that_json_has(make_config) -> None:
